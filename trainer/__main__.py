@@ -30,7 +30,7 @@ _MAX_LIKELY_AGE_S = 600.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 1 failed, 2 configuration or data error, 130 interrupted,
-    141 nobody reads what is shown.
+    141 the reader of stdout is gone.
 
     An unexpected error leaves this function: Python prints it and exits with 1.
     """
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = parse(sys.argv[1:] if argv is None else argv)
         if line.action != "run":
             return _show(line, started_at)
-        # On stderr, since a run that is refused leaves stdout empty; at once, since the imports behind it take seconds.
+        # On stderr, since a run that is refused leaves stdout empty; at once, since the imports after it take seconds.
         with contextlib.suppress(OSError):  # a screen that is gone
             sys.stderr.write("tandem: checking configuration, model and data ...\n")
             sys.stderr.flush()
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def process_started_at() -> float:
     """When this process began, as Unix time in seconds; interpreter start and imports count from here.
 
-    Where the kernel does not tell, or tells something impossible, it is now.
+    It is now where the kernel does not report it, or reports something impossible.
     """
     now = time.time()
     try:
@@ -86,7 +86,7 @@ def _act(line: CommandLine, started_at: float) -> int:
 
 
 def _show(line: CommandLine, started_at: float) -> int:
-    """An action that only writes to stdout, whose reader may have seen enough and be gone, such as `head`."""
+    """An action that only writes to stdout, whose reader may be gone by now, such as `head`."""
     try:
         code = _act(line, started_at)
         sys.stdout.flush()

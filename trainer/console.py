@@ -1,6 +1,6 @@
 """The command `tandem`: `python -m trainer` and its tools, under a name that no file in the working directory can take.
 
-`python -m trainer` runs a `trainer.py` that lies in the working directory; a console script does not look there.
+`python -m trainer` runs a `trainer.py` in the working directory; a console script does not look there.
 """
 
 from __future__ import annotations

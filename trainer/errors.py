@@ -20,7 +20,7 @@ _TELLS = "tells_its_cause"
 _LOG_NOTE = "the traceback is in "
 _TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"(?:(?:\w+|<locals>)\.)*(?P<type>[^\W\d]\w*)(?:: |:?$)")
-"""The line behind the frames of a traceback, which are indented."""
+"""The line after the frames of a traceback, which are indented."""
 _LINK = "For further information visit "
 """Pydantic ends the text of an error with a link to what its kind means."""
 
@@ -62,12 +62,12 @@ class ConfigurationError(Exception):
         super().__init__("\n".join([title, *(f"\n  {problem}" for problem in self.problems)]))
 
     def __reduce__(self) -> tuple[type[ConfigurationError], tuple[tuple[Problem, ...]]]:
-        """It crosses processes, and an exception is built anew from its text there."""
+        """It crosses processes, where an exception is rebuilt from its text."""
         return type(self), (self.problems,)
 
 
 def tells_its_cause(error: E) -> E:
-    """Marks an error whose text has what its causes say, and who failed, too."""
+    """Marks an error whose text includes its causes, and who failed."""
     error.__dict__[_TELLS] = True
     return error
 
@@ -75,32 +75,32 @@ def tells_its_cause(error: E) -> E:
 def first_cause(error: BaseException) -> BaseException:
     """The error that began it: down the causes, and into the first member of a group.
 
-    An error without a text (a cancelled task behind a timeout) is passed over: the one it led to says more. One that
-    `tells_its_cause` is the last to be looked at.
+    An error without a text (a cancelled task below a timeout) is passed over: the one it led to says more. The search
+    ends at one that `tells_its_cause`.
     """
-    told, seen = error, set[int]()
+    found, seen = error, set[int]()
     inner: BaseException | None = error
     while inner is not None and id(inner) not in seen:
         seen.add(id(inner))
         if str(inner).strip():
-            told = inner
+            found = inner
         if getattr(inner, _TELLS, False):
-            return told
+            return found
         carried = getattr(inner, "cause", None)
         if isinstance(carried, BaseException):
             # Ray wraps what an actor raised in an error of its own, whose text is a traceback.
-            told = inner = carried
+            found = inner = carried
         elif isinstance(inner, BaseExceptionGroup):
             inner = cast("BaseExceptionGroup[BaseException]", inner).exceptions[0]
         else:
             inner = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)
-    return told
+    return found
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of an error in one line, cut where nobody would read on.
+    """Type and text of an error in one line of bounded length.
 
-    An error that came from another process may carry its traceback as text. Then the one that raised it is told.
+    An error that came from another process may carry its traceback as text. Then it is the error that this ends with.
     """
     name, lines = _raised(type(error).__name__, str(error).splitlines())
     stripped = [line.strip() for line in lines]
@@ -115,11 +115,11 @@ def _raised(name: str, lines: Sequence[str]) -> tuple[str, Sequence[str]]:
     begins = [number for number, line in enumerate(lines) if line.rstrip().endswith(_TRACEBACK)]
     if not begins:
         return name, lines
-    behind = lines[begins[-1] + 1 :]
-    for number, line in enumerate(behind):
+    after = lines[begins[-1] + 1 :]
+    for number, line in enumerate(after):
         if match := _RAISED.match(line):
-            return match["type"], [line[match.end() :], *behind[number + 1 :]]
-    return name, [line for line in behind if line.strip()][-1:]  # one that is printed in another way
+            return match["type"], [line[match.end() :], *after[number + 1 :]]
+    return name, [line for line in after if line.strip()][-1:]  # one that is printed in another way
 
 
 def note_log(error: BaseException, path: Path) -> None:
@@ -128,7 +128,7 @@ def note_log(error: BaseException, path: Path) -> None:
 
 
 def noted_log(error: BaseException) -> str | None:
-    """The file that `note_log` has named; None if nobody has written the traceback down."""
+    """The file that `note_log` has named; None if the traceback is in no file."""
     notes: list[str] = getattr(error, "__notes__", [])
     return next((note.removeprefix(_LOG_NOTE) for note in notes if note.startswith(_LOG_NOTE)), None)
 
@@ -146,7 +146,7 @@ class CheckpointError(Exception):
 
 
 class LearnerError(Exception):
-    """A learner rank failed or did not answer in time; the whole learner group is unusable then."""
+    """A learner rank failed or timed out; the whole learner group is unusable then."""
 
 
 class TrainingDiverged(Exception):

@@ -1,4 +1,4 @@
-"""Calls to Ray actors, each with a deadline that names who did not answer and what to do."""
+"""Calls to Ray actors, each with a deadline that names the actor and what to do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from weight_sync.wire import CommitResult
 
 
-ANSWER_GRACE_S = 5.0
-"""The actor bounds its own time by `timeout_s`; a live one has answered this much later."""
+REPLY_GRACE_S = 5.0
+"""The actor bounds its own time by `timeout_s`; a live one has replied this much later."""
 
 
 class RemoteTimeout(TimeoutError):
@@ -74,4 +74,4 @@ class EngineReplica:
         hint = (
             "its process hangs, or weight_sync.timeout_s is too short for this model; look at its file in actor_logs/"
         )
-        return await call(ref, timeout_s=timeout_s + ANSWER_GRACE_S, who=self.name, what=method, hint=hint)
+        return await call(ref, timeout_s=timeout_s + REPLY_GRACE_S, who=self.name, what=method, hint=hint)

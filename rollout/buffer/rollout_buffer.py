@@ -1,9 +1,9 @@
 r"""The buffer between prompts, engines and learner: every group that is under way.
 
     feed_prompts  wait_for_slot -> readmit | admit      waits for a slot, if needed     woken by release, filter, fail
-    RolloutLoop   claim -> finish | filter | fail       waits for an admitted prompt    woken by admit, fail (retry)
+    run_rollouts  claim -> finish | filter | fail       waits for an admitted prompt    woken by admit, fail (retry)
     build_batches take(step)                            waits for finished groups       woken by finish, filter, fail
-    TrainLoop     release(step, version=step + 1)       never waits
+    take_steps    release(step, version)                never waits
 
     queued --claim--> running --finish--> ready --take--> in training --release--> (gone: slot free)
        ^                 | \--filter---------------------------------------------> (gone: slot free, counted)
@@ -51,7 +51,8 @@ class RolloutBuffer:
         max_staleness: S, the largest age in policy versions at which a group may be trained.
         max_retries: how often a failed group is tried again before its prompt is dropped.
         max_filtered_batches_per_step: when to give up with `NoProgress`, see `StarvationGuard`.
-        version: the policy version that is live now; the first step to be taken.
+        step: the first step to be taken.
+        version: the policy version that is live now.
         end_step: the first step that is not taken any more; None for no end.
         next_group_id: the first group id to hand out.
         clock: seconds, for waiting times only; no decision depends on it.
@@ -64,6 +65,7 @@ class RolloutBuffer:
         max_staleness: int,
         max_retries: int,
         max_filtered_batches_per_step: int,
+        step: int = 0,
         version: int = 0,
         end_step: int | None = None,
         next_group_id: int = 0,
@@ -78,7 +80,7 @@ class RolloutBuffer:
         self._max_retries = max_retries
         self._num_slots = min(2, max_staleness + 1) * groups_per_step
         self._version = version
-        self._first_step = self._next_step = version
+        self._first_step = self._next_step = step
         self._end_step = end_step
         self._next_group_id = next_group_id
         self._clock = clock
@@ -145,7 +147,7 @@ class RolloutBuffer:
         self._counts["admitted"] += 1
         return self._enqueue(group_id, prompt)
 
-    # --- RolloutLoop -------------------------------------------------------------------------------------------------
+    # --- run_rollouts -------------------------------------------------------------------------------------------------
 
     async def claim(self) -> RolloutRequest:
         """The next queued prompt, first in first out, retries first. Whoever claims must finish, filter or fail it."""
@@ -253,7 +255,12 @@ class RolloutBuffer:
         ready = _keys(request for request, _ in self._ready.values())
         unfinished = _keys((*self._queued, *self._running.values()))
         sizes = {"groups_per_step": self._groups_per_step, "max_staleness": self._max_staleness}
-        return select(self._next_step, ready, unfinished, **sizes)
+        return select(self._newest_version, ready, unfinished, **sizes)
+
+    @property
+    def _newest_version(self) -> int:
+        """That the next step may train: every step whose weights are not live yet may make a version."""
+        return self._version + len(self._in_training)
 
     def _start_training(self, step: int, group_ids: tuple[int, ...]) -> list[Group]:
         taken = [self._ready.pop(group_id) for group_id in group_ids]
@@ -263,7 +270,7 @@ class RolloutBuffer:
         self._notify()
         return [group for _, group in taken]
 
-    # --- TrainLoop ---------------------------------------------------------------------------------------------------
+    # --- take_steps ---------------------------------------------------------------------------------------------------
 
     def grow_slots(self) -> None:
         """The learner has nothing to do: if it is groups that are missing, B more slots are open from now on.
@@ -277,18 +284,23 @@ class RolloutBuffer:
             self._notify()
 
     def release(self, step: int, *, version: int) -> None:
-        """The weights that `step` made (`version == step + 1`) are live on the engines: its slots are free.
+        """The weights after `step` are live on the engines, as `version`: its slots are free. A step that changed no
+        weight leaves the version as it was.
 
         Steps before it that were not released (their weights were superseded on the way) are released with it.
         """
         taken = self._in_training
         if step not in taken:
             raise ValueError(f"step {step} was released but not taken, or released twice; taken: {sorted(taken)}")
-        if version != step + 1:
-            raise ValueError(f"step {step} makes policy version {step + 1}, but was released with {version}")
-        for earlier in [s for s in taken if s <= step]:
+        steps = [earlier for earlier in taken if earlier <= step]
+        if not self._version <= version <= self._version + len(steps):
+            raise ValueError(
+                f"steps {steps} make at most one version each after version {self._version}, but step {step} was "
+                f"released with version {version}"
+            )
+        for earlier in steps:
             self._counts["trained"] += len(taken.pop(earlier))
-        self._version = max(self._version, version)
+        self._version = version
         self._notify()
 
     # --- shutdown, statistics, resume --------------------------------------------------------------------------------
@@ -325,7 +337,7 @@ class RolloutBuffer:
             num_running=len(self._running),
             num_ready=len(self._ready),
             num_training=self._num_slots_used - self._num_outstanding,
-            oldest_age=self._next_step - min(start_versions, default=self._next_step),
+            oldest_age=self._newest_version - min(start_versions, default=self._newest_version),
             version=self._version,
             admitted=self._counts["admitted"],
             finished=self._counts["finished"],
@@ -342,7 +354,7 @@ class RolloutBuffer:
         )
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What a checkpoint of policy version `step` must remember, as plain JSON values.
+        """What a checkpoint after `step` steps must remember, as plain JSON values.
 
         Steps before `step` count as trained; every other prompt in the buffer, those taken for `step` and later
         included, is written down, to be admitted again. Take it in the same event-loop turn as the state of the prompt
@@ -367,18 +379,18 @@ class RolloutBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], find: Callable[[str], Prompt]) -> None:
-        """Makes this new buffer, built with `version` = the checkpoint's step, owe the prompts of the checkpoint.
+        """Makes this new buffer, built with the checkpoint's step, owe the prompts of the checkpoint.
 
         Args:
             find: prompt id -> the prompt. A checkpoint has no prompts: what a data set may hold, JSON may not.
 
         Raises:
-            ValueError: the buffer is in use, or starts at another version than the checkpoint.
+            ValueError: the buffer is in use, or starts at another step than the checkpoint.
         """
         if self._num_slots_used or self._counts or self._returning:
             raise ValueError("load_state_dict needs a buffer that was not used yet")
-        if state["step"] != self._version:
-            raise ValueError(f"the checkpoint is of step {state['step']}, but this buffer starts at {self._version}")
+        if state["step"] != self._next_step:
+            raise ValueError(f"the checkpoint is of step {state['step']}, but this buffer starts at {self._next_step}")
         self._next_group_id = state["next_group_id"]
         self._returning.extend((entry["group_id"], find(_prompt_id(entry))) for entry in state["prompts"])
         self._counts.update(state["counts"])

@@ -42,6 +42,11 @@ C(t) of the steps before, and is of age <= S.
      (weights landed before their slots were freed) leaves the bound in 2 with room to spare.
   5. A take turns C(t) into C(t+1), because the rule demands exactly that.
 
+Steps that change no weight (a critic that is trained alone, a gradient that is not finite) make no version. Then "step
+t" above is the version that the step may train at most: L, and one more for each step whose weights are not live. Such
+a step lowers that number when it is released, and C(t+1) implies C(t); in 2, t-L is at most the number of steps that
+hold slots. Ages are at most those of the proof.
+
 No deadlock. The number of slots is a multiple of B. Say step t waits. If steps L..t-1 hold all of them, it waits for
 their weights to land, which frees slots, and not for groups. If not, B slots are left for it and fill up: at least B
 groups are outstanding once the prompts have come.

@@ -36,8 +36,9 @@ from trainer.config.schema import (
 from trainer.driver.datasets import EvalSet
 from trainer.driver.engine_monitor import EngineIdleMeter
 from trainer.driver.evaluation import Evaluator
+from trainer.driver.loops import TrainingRun
 from trainer.driver.run import Driver
-from trainer.driver.training_run import TrainingRun
+from trainer.driver.state import RunState
 from trainer.driver.weight_updates import DedicatedDevices
 from trainer.learner.step_stats import Metric, StepResult
 from trainer.telemetry.console import Progress
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
     from rollout.types import RolloutRequest, SamplingParams
     from trainer.data.batch import TrainBatch
-    from trainer.driver.state import RunState
 
 REPLICA = "replica_0"
 
@@ -132,6 +132,7 @@ class Script:
     accuracy_of: Callable[[int], float] = lambda version: min(1.0, version / 10)
     sync_error: Callable[[int], Exception | None] = lambda _version: None
     learner_error: Callable[[int], Exception | None] = lambda _step: None
+    changes_policy: Callable[[int], bool] = lambda _step: True
 
 
 @dataclass
@@ -142,8 +143,10 @@ class World:
     live: int = 0
     published: int = 0
     events: list[tuple[float, str, int]] = field(default_factory=list)
-    trained: list[list[int]] = field(default_factory=list)
-    """Group ids... as prompt ids, by step; filled by `watch_batches`."""
+    trained_versions: list[int] = field(default_factory=list)
+    """Of the policy before each step."""
+    packed: list[int] = field(default_factory=list)
+    """Versions that were published."""
     evaluated: list[int] = field(default_factory=list)
     num_generating: int = 0
     frozen: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -202,12 +205,16 @@ class World:
     def exclude_lost_engines(self) -> None:
         """None is lost here."""
 
+    async def wait_for_engine(self, error: Exception) -> None:
+        raise error
+
     def close(self) -> None:
         """Nothing is under way here after the loops."""
 
     # as LearnerGroup
-    async def train_step(self, batch: TrainBatch) -> StepResult:
+    async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:
         self.note("train", batch.step)
+        self.trained_versions.append(version)
         error = self.script.learner_error(batch.step)
         if error is not None:
             raise error
@@ -217,6 +224,7 @@ class World:
             step=batch.step,
             metrics={"loss": Metric(sum=0.5), "grad_norm": Metric(sum=1.0)},
             seconds={"forward": 0.3, "backward": 0.5, "optimizer": 0.2, "step": 1.0},
+            is_policy_changed=self.script.changes_policy(batch.step),
         )
 
     async def save(self, path: Path, *, step: int) -> None:
@@ -232,6 +240,7 @@ class World:
     async def publish(self, version: int) -> float:
         await asyncio.sleep(self.script.pack_s)
         self.published = version
+        self.packed.append(version)
         return self.script.pack_s
 
     async def sync(self, version: int) -> SyncReport:
@@ -289,7 +298,7 @@ def telemetry_in(
     with contextlib.ExitStack() as stack:
         stack.callback(run_dir.close)
         if resume_step is not None:
-            cut_records(run_dir, after_step=resume_step)
+            cut_records(run_dir, after_step=resume_step, after_version=resume_step)
         writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
         tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace if with_files else None)))
         yield Telemetry(
@@ -319,13 +328,14 @@ class ScriptedRun:
 
     def __post_init__(self) -> None:
         cfg, world = self.cfg, self.world
-        world.live = self.state.step
+        world.live = self.state.version
         self.buffer = RolloutBuffer(
             groups_per_step=cfg.trainer.groups_per_step,
             max_staleness=cfg.mode.max_staleness,
             max_retries=cfg.rollout.max_retries,
             max_filtered_batches_per_step=cfg.algorithm.max_filtered_batches_per_step,
-            version=self.state.step,
+            step=self.state.step,
+            version=self.state.version,
         )
         self.source = PromptSource(self.prompts, seed=cfg.seed, shuffle=cfg.task.shuffle)
 
@@ -338,7 +348,8 @@ class ScriptedRun:
             pin_versions=world.freeze,
             generate=world.evaluate,
             members=lambda: {REPLICA: "live"},
-            first_version=self.state.step,
+            interrupted=self.state.interrupted,
+            first_version=self.state.version,
         )
         return TrainingRun(
             cfg,
@@ -350,7 +361,7 @@ class ScriptedRun:
             learner=anything,
             devices=self.devices or DedicatedDevices(anything),
             evaluator=evaluator,
-            live=sync_report(self.state.step),
+            live=sync_report(self.state.version),
         )
 
     async def run(self, *, meddle: Callable[[TrainingRun], Any] | None = None) -> TrainingRun:
@@ -436,3 +447,10 @@ def drive(driver: Driver) -> BaseException | None:
         return error
 
     return run_virtual(main())
+
+
+def resumed_state(step: int) -> RunState:
+    """Of a run that resumes after so many steps."""
+    state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
+    state.load_state_dict({"step": step, "first_accuracy": None, "last_evaluation": None})
+    return state

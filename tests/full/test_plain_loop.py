@@ -95,7 +95,7 @@ async def plain_loop(cfg: RunConfig, checked: PreflightResult, actors: compose.A
             max_tokens_per_micro_batch=cfg.learner.max_tokens_per_micro_batch,
             max_response_tokens=cfg.rollout.max_response_tokens,
         )
-        result = await actors.learner.train_step(batch)
+        result = await actors.learner.train_step(batch, version=step)
         await coordinator.publish(step + 1)
         await coordinator.sync(step + 1)
         remember(story, groups, {f"learner/{name}": metric.mean for name, metric in result.metrics.items()})

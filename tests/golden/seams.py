@@ -545,8 +545,8 @@ class LearningWorld(World):
         super().__init__(script)
         self._learner = learner
 
-    async def train_step(self, batch: TrainBatch) -> StepResult:
-        planned = await super().train_step(batch)
+    async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:
+        planned = await super().train_step(batch, version=version)
         return replace(planned, metrics=self._learner.train_step(batch.micro_batches[0], step=batch.step).metrics)
 
     async def save(self, path: Path, *, step: int) -> None:

@@ -117,7 +117,7 @@ class Fleet:
         """Replicas that have their memory."""
         return [name for name, replica in self.replicas.items() if not (replica.is_dead or replica.is_asleep)]
 
-    async def train_step(self, batch: TrainBatch) -> StepResult:
+    async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:
         assert self.is_learner_here == self.plan.shares_devices
         assert not (self.plan.shares_devices and self.awake), f"{self.awake} and the learner are on one device"
         await asyncio.sleep(self.rng.expovariate(1 / self.plan.train_s) if self.plan.train_s else 0.0)

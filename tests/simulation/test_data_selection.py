@@ -27,7 +27,7 @@ from trainer.learner import checkpoint
 if TYPE_CHECKING:
     from rollout.prompts.prompt_source import PromptSet
     from rollout.types import Group, RolloutRequest
-    from trainer.driver.training_run import TrainingRun
+    from trainer.driver.loops import TrainingRun
 
 NUM_PROMPTS, GROUPS_PER_STEP = 60, 3
 BOUNDS = {"pass_rate_min": 0.1, "pass_rate_max": 0.9}

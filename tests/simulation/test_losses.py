@@ -45,7 +45,7 @@ def test_versions_that_are_written_over_on_their_way_go_live_with_newer_ones() -
     learner = run.fleet.learner
     assert learner.num_missing_while_packing >= 2, "the newer version was not there yet"
     assert learner.num_missing > learner.num_missing_while_packing
-    assert run.training.weights.num_superseded > 10
+    assert len(run.running) < 150 - 10, "some versions never went live themselves"
 
 
 def test_rollout_workers_that_die_cost_no_group() -> None:

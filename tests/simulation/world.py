@@ -30,8 +30,8 @@ from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
 from trainer.driver import fleet as workers
 from trainer.driver.evaluation import Evaluator, pinned_versions
+from trainer.driver.loops import TrainingRun
 from trainer.driver.state import RunState
-from trainer.driver.training_run import TrainingRun
 from trainer.driver.weight_updates import ColocatedDevices, DedicatedDevices
 from weight_sync import members
 
@@ -243,6 +243,7 @@ class Simulation:
             pin_versions=partial(pinned_versions, coordinator=fleet.coordinator, workers=self.pool),
             generate=self._evaluate,
             members=self.pool.engine_states,
+            interrupted=self.state.interrupted,
         )
         return WatchedRun(
             self,
@@ -253,7 +254,6 @@ class Simulation:
             devices=self.devices,
             evaluator=evaluator,
             live=live,
-            wait_for_engine=self.pool.wait_for_engine,
         )
 
     def before_live(self, report: SyncReport) -> None:
@@ -267,7 +267,7 @@ class Simulation:
         }
         self.pool.exclude_lost_engines()
         for name in behind:  # leased to an evaluation, or lost and on its way to be replaced
-            assert not self.pool.takes_training(name), f"{behind}, and {name} gets requests of training"
+            assert self.pool._table[name].state != "live", f"{behind}, and {name} gets requests of training"
 
     async def _evaluate(
         self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int]
@@ -284,10 +284,10 @@ class Simulation:
         sizes["streams"] = sum(replica.num_streams for replica in self.fleet.replicas.values())
         for index, (local, place) in enumerate(zip(self.workers, self.pool._workers, strict=True)):
             scheduler = local.worker._scheduler
-            holders = {"scheduler": scheduler, "server": local.served.server}
-            for holder, thing in (holders | ({"calls": place.client} if place.client is not None else {})).items():
+            holders = {"scheduler": scheduler, "server": local.served.server, "calls": place}
+            for holder, thing in holders.items():
                 for name, value in vars(thing).items():
-                    if isinstance(value, Sized):
+                    if isinstance(value, Sized) and not isinstance(value, str):
                         sizes[f"{holder} {index}.{name}"] = len(value)
         for holder, thing in {"lengths": run.metrics.lengths, "queue": run.metrics.queue}.items():
             sizes |= {f"{holder}.{name}": len(value) for name, value in vars(thing).items() if isinstance(value, Sized)}

@@ -447,8 +447,8 @@ class CriticConfig:
     max_grad_norm: Float = key(1.0, "Gradient norm of the critic is clipped to this.", gt=0)
     warmup_steps: Int = key(
         0,
-        "First steps that train the critic alone. The policy is not computed; its version counts on with unchanged "
-        "weights, and its learning-rate schedule starts after them.",
+        "First steps that train the critic alone. The policy is not computed, so they make no version, and its "
+        "learning-rate schedule starts after them.",
         ge=0,
     )
     updates_per_step: Int = key(

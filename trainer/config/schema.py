@@ -434,7 +434,7 @@ class TrainerConfig:
     groups_per_step: Int = key(32, "B: prompts (groups) per optimizer step.", ge=1)
     eval_every: Int = key(
         10,
-        "Evaluate after every so many steps, for at most `eval_timeout_s`; one that is due while another runs is of "
+        "Evaluate after every so many versions, for at most `eval_timeout_s`; one that is due while another runs is of "
         "the next live version after it, or of the last one. 0 turns periodic evaluation off.",
         ge=0,
     )

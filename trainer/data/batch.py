@@ -85,7 +85,7 @@ class TrainBatch:
     """Everything one optimizer step needs. `micro_batches[rank]` has the same length for every rank."""
 
     step: int
-    """Version of the policy that this step updates; the result is version `step + 1`."""
+    """From 0."""
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     num_samples: int
     """Responses; each is one token sequence or several."""

@@ -197,7 +197,8 @@ def make_buffer(cfg: RunConfig, resumed: ResumePoint | None, source: PromptSourc
         max_staleness=cfg.mode.max_staleness,
         max_retries=cfg.rollout.max_retries,
         max_filtered_batches_per_step=cfg.algorithm.max_filtered_batches_per_step,
-        version=0 if resumed is None else resumed.step,
+        step=0 if resumed is None else resumed.step,
+        version=0 if resumed is None else resumed.version,
         end_step=cfg.trainer.total_steps,
     )
     if resumed is not None:

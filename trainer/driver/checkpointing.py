@@ -1,4 +1,4 @@
-"""What a run saves beside the learner's weights, and where it resumes."""
+"""What a run saves next to the learner's weights, and where it resumes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.plain import RENAMED
+from trainer.driver.state import policy_version
 from trainer.errors import CheckpointError, ConfigurationError, Problem, first_cause, one_line
 from trainer.files import write_atomically
 from trainer.learner import checkpoint
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BEGIN = "began_at"
-"""File in `run_dir/checkpoints`: the checkpoints, a line each, that `checkpoint.resume` named when the run went on from
-them. The same command once more, as of a job that is requeued, goes on from what came of it."""
+"""File in `run_dir/checkpoints`: the checkpoints, a line each, that `checkpoint.resume` named when the run resumed from
+them. The same command once more, as of a job that is requeued, resumes from what came of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """A complete checkpoint to go on from."""
+    """A complete checkpoint."""
 
     path: Path
     state: dict[str, Any]
@@ -44,6 +45,10 @@ class ResumePoint:
     def step(self) -> int:
         return int(self.state["run"]["step"])
 
+    @property
+    def version(self) -> int:
+        return policy_version(self.state["run"])
+
 
 def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here: bool = True) -> ResumePoint | None:
     """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start. A run directory stands for its
@@ -51,10 +56,10 @@ def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here:
 
     Args:
         directory: `run_dir/checkpoints`, which need not exist; None for a run directory that will be new.
-        is_device_here: the run will use devices of this host; else nothing tells which kind of device it will find.
+        is_device_here: the run will use devices of this host; else the kind of device is not known yet.
 
     Raises:
-        ConfigurationError: it is damaged or missing, `never` meets a directory that has one, or the run would go on
+        ConfigurationError: it is damaged or missing, `never` meets a directory that has one, or the run would resume
             with another origin than it began with.
     """
     wanted = cfg.checkpoint.resume
@@ -63,14 +68,13 @@ def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here:
         if latest is not None:
             raise _refused(cfg, f"{directory} already has {latest.name}", "choose another run_dir, or resume=auto")
         return None
-    is_newest = wanted == "auto" or (latest is not None and _came_of(wanted, latest))
-    if is_newest and latest is None:
+    came_of_it = latest is not None and str(Path(wanted).resolve()) in _begins(latest.parent / _BEGIN)
+    if wanted == "auto" and latest is None:
         return None
     path = latest
     try:
-        if not is_newest:
+        if path is None or not (wanted == "auto" or came_of_it):
             path = checkpoint.locate(Path(wanted))
-        assert path is not None
         path = path.absolute()  # learners read it too, and may have been started elsewhere
         resumed = ResumePoint(path=path, state=checkpoint.read_state(path))
     except CheckpointError as error:
@@ -80,23 +84,22 @@ def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here:
 
 
 def log_resumed(cfg: RunConfig, resumed: ResumePoint) -> None:
-    """Says what the run goes on from."""
     buffer = resumed.state["buffer"]
-    anew = f"{len(buffer['prompts'])} groups that were under way begin anew"
+    again = f"{len(buffer['prompts'])} groups that were under way begin again"
     if "num_finished" in buffer:
-        anew += f", {buffer['num_finished']} of them had been finished"
-    log.info("going on from %s; %s", resumed.path, anew)
+        again += f", {buffer['num_finished']} of them had been finished"
+    log.info("resuming from %s; %s", resumed.path, again)
     wanted = cfg.checkpoint.resume
     if wanted != "auto" and not _names(wanted, resumed.path):
         log.warning(
-            "this run directory went on from %s before (checkpoint.resume), and goes on from what came of it; to begin "
-            "there once more, choose another run_dir",
+            "this run directory resumed from %s before (checkpoint.resume), and resumes from what came of it; to start "
+            "from there once more, choose another run_dir",
             wanted,
         )
 
 
 def prepare_run_dir(cfg: RunConfig, run_dir: RunDir, resumed: ResumePoint | None) -> None:
-    """Make the run directory that of a run which goes on from `resumed`, or begins anew. Blocking.
+    """Make the run directory that of a run which resumes from `resumed`, or starts from the beginning. Blocking.
 
     What earlier processes did beyond that is moved away or cut. So call it when nothing can refuse the run any more,
     and before its first record and checkpoint.
@@ -113,24 +116,19 @@ def prepare_run_dir(cfg: RunConfig, run_dir: RunDir, resumed: ResumePoint | None
         aside = run_dir.checkpoints / checkpoint.ABANDONED
         log.warning("not on the way to %s, and moved to %s: %s", resumed.path.name, aside, names)
     if cfg.checkpoint.resume != "auto":
-        # Behind `abandon`: what is the newest from here on came of this one, and of those that it came of itself.
-        before = _begins(begin) if _is_same(str(resumed.path.parent), run_dir.checkpoints) else []
+        # After `abandon`: what is the newest from here on came of this one, and of those that it came of itself.
+        before = _begins(begin) if resumed.path.parent.resolve() == run_dir.checkpoints.resolve() else []
         named = str(Path(cfg.checkpoint.resume).resolve())
-        write_atomically(begin, "".join(f"{path}\n" for path in [*before, *([] if named in before else [named])]))
-    cut_records(run_dir, after_step=resumed.step)
-
-
-def _came_of(wanted: str, latest: Path) -> bool:
-    """Whether the run went on from `wanted` on its way to `latest`; it may be gone by now."""
-    return any(_is_same(wanted, path) for path in _begins(latest.parent / _BEGIN))
+        write_atomically(begin, "".join(f"{path}\n" for path in dict.fromkeys([*before, named])))
+    cut_records(run_dir, after_step=resumed.step, after_version=resumed.version)
 
 
 def _way_on(damaged: Path | None) -> str:
-    """What to do instead of resuming from `damaged`. Never to delete anything: the rest of the run may be in it."""
+    """What to do instead of resuming from `damaged`. Never deleting anything: the rest of the run may be in it."""
     older = None if damaged is None else checkpoint.older_complete(damaged)
     if older is None:
         return "name another with checkpoint.resume=PATH, or begin a new run in another run_dir"
-    return f"to go on from the newest complete one before it, use checkpoint.resume={older}"
+    return f"to resume from the newest complete one before it, use checkpoint.resume={older}"
 
 
 def _begins(file: Path) -> list[str]:
@@ -139,13 +137,9 @@ def _begins(file: Path) -> list[str]:
 
 def _names(wanted: str, path: Path) -> bool:
     try:
-        return _is_same(str(checkpoint.locate(Path(wanted))), path)
+        return checkpoint.locate(Path(wanted)).resolve() == path.resolve()
     except CheckpointError:  # it has been removed since
         return False
-
-
-def _is_same(path: str, other: str | Path) -> bool:
-    return Path(path).resolve() == Path(other).resolve()
 
 
 def _refused(cfg: RunConfig, message: str, hint: str) -> ConfigurationError:
@@ -161,15 +155,15 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
     `seed` and `device.name` are None unless weights are drawn (`model.random_weights`): they are drawn again then, and
     every kind of device draws other numbers from it. The contents of a directory are not looked at.
     """
-    is_random_init = cfg.model.random_weights
+    is_random = cfg.model.random_weights
     return {
         "model.path": _located(cfg.model.path),
         "model.tokenizer_path": _located(cfg.model.tokenizer_path) if cfg.model.tokenizer_path else "",
         "model.lora.rank": cfg.model.lora.rank,
         "model.lora.alpha": cfg.model.lora.alpha,
         "model.lora.target_modules": "+".join(sorted(cfg.model.lora.target_modules.split("+"))),
-        "seed": cfg.seed if is_random_init else None,
-        "device.name": _device_name(cfg) if is_random_init else None,
+        "seed": cfg.seed if is_random else None,
+        "device.name": _device_name(cfg) if is_random else None,
         "critic.path": None if cfg.critic.path is None else _located(cfg.critic.path),
         "algorithm.kl.reference_model": None
         if cfg.algorithm.kl.reference_model is None
@@ -178,8 +172,7 @@ def origin(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _check_origin(cfg: RunConfig, resumed: ResumePoint, *, is_device_here: bool) -> None:
-    """Raises ConfigurationError if what has to stay as it was is not; a checkpoint that does not tell is taken as it
-    is."""
+    """Raises ConfigurationError if something has changed that must not; a checkpoint without an origin passes."""
     why = {"model.lora.rank": "what the checkpoint holds was trained so, and fits nothing else"}
     base, kl = ("model.path", "seed", "device.name"), cfg.algorithm.kl
     if cfg.model.lora.rank:
@@ -191,7 +184,7 @@ def _check_origin(cfg: RunConfig, resumed: ResumePoint, *, is_device_here: bool)
     if kl.coef > 0:
         why["algorithm.kl.reference_model"] = "the KL would be to another model from here on"
     if cfg.algorithm.uses_critic and not cfg.critic.shared_backbone:
-        why["critic.path"] = "the critic goes on from the checkpoint, and another start would change nothing"
+        why["critic.path"] = "the critic resumes from the checkpoint, and another start would change nothing"
     if not is_device_here:
         cfg = replace(cfg, device=replace(cfg.device, name="auto"))
         why.pop("device.name", None)
@@ -224,8 +217,8 @@ def _located(path: str) -> str:
     return str(directory.resolve()) if directory.is_dir() else path
 
 
-def _tell(save: asyncio.Task[None]) -> None:
-    """Says how a save ended that nobody waits for any more, if it went wrong."""
+def _log_failed(save: asyncio.Task[None]) -> None:
+    """Of a save that no caller waits for any more."""
     if not save.cancelled() and (error := save.exception()) is not None:
         log.warning("%s failed: %s", save.get_name(), one_line(first_cause(error)))
 
@@ -255,14 +248,14 @@ class Checkpointer:
             await self._save(step)
 
     async def at_end(self, step: int, *, is_interrupted: bool) -> None:
-        """The last checkpoint, unless it is there. An interrupted run has one whatever `checkpoint.save_at_end` says:
-        nobody has chosen this step to be its last."""
+        """The last checkpoint, unless it is there. An interrupted run has one whatever `checkpoint.save_at_end` is,
+        since this step was not meant to be its last."""
         if (self._cfg.checkpoint.save_at_end or is_interrupted) and self._saved_step != step:
             with self._telemetry.progress.phase(f"saving checkpoint step_{step}"):
                 await self._save(step)
 
     async def export(self) -> None:
-        """The model as others load it, if that is asked for."""
+        """The policy as a Hugging Face directory, with `checkpoint.export_hf`."""
         if self._cfg.checkpoint.export_hf:
             with self._telemetry.progress.phase("exporting the policy"):
                 await self._learner.export_hf(self._telemetry.run_dir.export)
@@ -271,11 +264,11 @@ class Checkpointer:
         """To its end, also where a caller is cancelled: the next one joins it, and meets no ranks that still write."""
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._write(step), name=f"save {step}")
-        self._saving.remove_done_callback(_tell)  # of a caller that is gone: this one is told
+        self._saving.remove_done_callback(_log_failed)  # of a caller that is gone: this one gets the failure
         try:
             await asyncio.shield(self._saving)
         except asyncio.CancelledError:
-            self._saving.add_done_callback(_tell)  # the caller is gone
+            self._saving.add_done_callback(_log_failed)
             raise
 
     async def _write(self, step: int) -> None:

@@ -2,7 +2,7 @@
 
 Concurrently with training it leases one replica. With other replicas that are live, commits pass it by and it gets no
 new training request: it would sample with weights that are older than its group may have. What it has it finishes, and
-when the evaluation ends it takes the newest weights and is back. The only replica does both: training goes on there,
+when the evaluation ends it takes the newest weights and is back. The only replica does both: training continues there,
 with the syncs waiting, so the staleness bound limits for how long; or until another one has been started again, which
 then takes the training over.
 
@@ -17,21 +17,21 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollout.fleet.scheduler import NoReplica
-from rollout.types import Prompt, SamplingParams, Trajectory
+from rollout.types import SamplingParams
 from rollout.worker.worker import gather_or_cancel
 from trainer.driver.state import EvalMetrics
 from trainer.errors import first_cause, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
 
+    from rollout.types import Prompt, Trajectory
     from trainer.config.schema import RunConfig, TrainerConfig
     from trainer.driver.datasets import EvalSet
     from trainer.driver.fleet import Fleet
@@ -39,15 +39,197 @@ if TYPE_CHECKING:
     from trainer.telemetry.session import Telemetry
     from weight_sync.coordinator import SyncCoordinator
 
+    Answers = tuple[str, Prompt, Sequence[Trajectory]]
+    """Name of the set (empty for that of `task.eval_path`), a prompt, and all responses to it in order."""
+    PinVersions = Callable[[Sequence[str]], AbstractAsyncContextManager[Mapping[str, int | None]]]
+    """Keeps replicas at their versions while the block runs, and yields these by name."""
+    Generate = Callable[[Sequence[Prompt], SamplingParams, str, Sequence[int]], Awaitable[list[Trajectory]]]
+    """(prompts, sampling, replica, places of the prompts in the evaluation) -> one trajectory per prompt, in order."""
+
 
 log = logging.getLogger(__name__)
 
-Answers = tuple[str, Prompt, Sequence[Trajectory]]
-"""Name of the set (empty for that of `task.eval_path`), a prompt, and all responses to it in order."""
-PinVersions = Callable[[Sequence[str]], AbstractAsyncContextManager[Mapping[str, int | None]]]
-"""Keeps replicas at their versions while the block runs, and yields these by name."""
-Generate = Callable[[Sequence[Prompt], SamplingParams, str, Sequence[int]], Awaitable[list[Trajectory]]]
-"""(prompts, sampling, replica, places of the prompts in the evaluation) -> one trajectory per prompt, in order."""
+
+class EvaluationFailed(Exception):
+    """There is no number, and why. Training does not need one."""
+
+    def __init__(
+        self, reason: str, *, version: int | None = None, time_s: float = 0.0, answers: Sequence[Answers] = ()
+    ) -> None:
+        """
+        Args:
+            version: None if it ended before it had one.
+            answers: all of them, if they all came in.
+        """
+        super().__init__(reason)
+        self.version, self.time_s, self.answers = version, time_s, answers
+
+
+class Evaluator:
+    """Evaluates the live version; one evaluation at a time."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        eval_sets: Sequence[EvalSet],
+        *,
+        pin_versions: PinVersions,
+        generate: Generate,
+        members: Callable[[], Mapping[str, str]],
+        interrupted: asyncio.Event,
+        first_version: int = 0,
+    ) -> None:
+        """
+        Args:
+            eval_sets: the set that gives the accuracy first; none for no evaluation.
+            members: replica -> "live", or how it was lost.
+            interrupted: leaves `trainer.shutdown_timeout_s` to what runs then, and nothing is due any more.
+            first_version: the one that this process begins with; periods are counted from there.
+        """
+        self._cfg, self._reward, self._eval_sets = cfg.trainer, cfg.task.reward.name, eval_sets
+        self._prompts = [prompt for one in eval_sets for prompt in one.prompts for _ in range(one.num_samples)]
+        self._num_samples = [one.num_samples for one in eval_sets for _ in one.prompts]
+        self._params = SamplingParams(
+            max_tokens=cfg.rollout.max_response_tokens,
+            temperature=cfg.trainer.eval_temperature,
+            top_p=cfg.trainer.eval_top_p,
+            stop=tuple(cfg.rollout.stop),
+        )
+        self._pin_versions, self._generate, self._members = pin_versions, generate, members
+        self._interrupted, self._first_version = interrupted, first_version
+        self.last_version = -1
+        """Of the last evaluation; -1 before the first."""
+        self._is_running = False
+        self._began_at, self._ended_at, self._ran_s = 0.0, -math.inf, 0.0
+
+    def is_due(self, version: int) -> bool:
+        """Whether a periodic evaluation falls between the last evaluated version and this one.
+
+        Not while one is running: the next live version after it has its turn.
+        """
+        every, last = self._cfg.eval_every, self.last_version
+        if not self.is_possible or not every or self._is_running or self._interrupted.is_set():
+            return False
+        return version > last and version // every > max(last, self._first_version) // every
+
+    @property
+    def is_possible(self) -> bool:
+        return bool(self._prompts)
+
+    @property
+    def idle_s(self) -> float:
+        """For how long none has been running, in seconds; 0 while one runs."""
+        return 0.0 if self._is_running else asyncio.get_running_loop().time() - self._ended_at
+
+    @property
+    def running_s(self) -> float:
+        """For how long any has been running so far, in seconds. It never falls: a difference is an overlap."""
+        return self._ran_s + (asyncio.get_running_loop().time() - self._began_at if self._is_running else 0.0)
+
+    async def run(
+        self, pinned: asyncio.Event, *, is_shared: bool = False
+    ) -> tuple[dict[str, EvalMetrics], Sequence[Answers]]:
+        """Evaluate the version that the replica has; the numbers by set, and what they are the numbers of. Sets
+        `pinned` once no commit can change the version any more.
+
+        If its replica dies, it begins again on others, with the version that is live there.
+
+        Consumes: the evaluation prompts. Waits for: the replicas' commit locks, and their responses. Unblocked by:
+        `trainer.eval_timeout_s`; an interrupt, after `trainer.shutdown_timeout_s`.
+
+        Args:
+            is_shared: no version is published meanwhile, so all live replicas take part.
+
+        Raises:
+            EvaluationFailed: not every response could be scored.
+        """
+        assert not self._is_running
+        began, now = time.monotonic(), asyncio.get_running_loop().time
+        self._is_running, self._began_at = True, now()
+        version: int | None = None
+        answers: Sequence[Answers] = ()
+        lost = set[str]()
+        try:
+            while True:
+                names = self._live(lost)
+                if not names:
+                    raise NoReplica(f"no live replica is left to evaluate on: {dict(self._members())}")
+                names = names if is_shared else names[:1]
+                try:
+                    async with self._pin_versions(names) as versions:
+                        version = self.last_version = max(v for v in versions.values() if v is not None)
+                        pinned.set()
+                        # A sync may have passed one by.
+                        trajectories = await self._generate_all([n for n in names if versions[n] == version], lost)
+                    break
+                except NoReplica as error:
+                    if not self._live(lost):
+                        raise
+                    log.warning("the evaluation begins again on another replica: %s", error)
+            answers = group_by_prompt(self._eval_sets, trajectories)
+            check_one_version(trajectories, version)
+            check_all_scored(trajectories)
+            time_s = time.monotonic() - began
+            return score(answers, self._cfg, reward=self._reward, version=version, time_s=time_s), answers
+        except Exception as error:  # the edge of one evaluation, which training does not need
+            reason = str(error) if isinstance(error, EvaluationFailed) else one_line(first_cause(error))
+            time_s = time.monotonic() - began
+            raise EvaluationFailed(reason, version=version, time_s=time_s, answers=answers) from error
+        finally:
+            self._is_running, self._ended_at = False, now()
+            self._ran_s += self._ended_at - self._began_at
+            pinned.set()  # a failure must not leave anything waiting for it
+
+    def _live(self, lost: set[str]) -> list[str]:
+        return [name for name, state in self._members().items() if state == "live" and name not in lost]
+
+    async def _generate_all(self, names: Sequence[str], lost: set[str]) -> list[Trajectory]:
+        """All responses in order, from these replicas; one that is lost meanwhile is added to `lost`.
+
+        Its timeout leaves the pinned block as an error and not as a cancellation, so that the replica catches up.
+        """
+
+        async def ask(name: str, numbers: Sequence[int]) -> list[Trajectory]:
+            try:
+                return await self._generate([self._prompts[n] for n in numbers], self._params, name, numbers)
+            except NoReplica:
+                lost.add(name)
+                raise
+
+        shares = split_prompts(self._num_samples, len(names))
+        limit = asyncio.timeout_at(self._began_at + self._cfg.eval_timeout_s)
+        hurry = asyncio.create_task(self._hurry(limit))
+        try:
+            async with limit:
+                responses = await gather_or_cancel(
+                    ask(name, numbers) for name, numbers in zip(names, shares, strict=True) if numbers
+                )
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            if self._interrupted.is_set():
+                limit_s = self._cfg.shutdown_timeout_s
+                why = f"the run was interrupted, which leaves trainer.shutdown_timeout_s={limit_s:g}"
+            else:
+                why = (
+                    f"{len(self._prompts)} responses took longer than trainer.eval_timeout_s="
+                    f"{self._cfg.eval_timeout_s:g}; increase it, or evaluate less (task.eval_size, task.eval_sets, "
+                    "trainer.eval_samples)"
+                )
+            raise EvaluationFailed(why) from error
+        finally:
+            hurry.cancel()
+        # Replicas come after each other in a row of their own; each response goes back to its place.
+        places = [number for share in shares for number in share]
+        in_order = sorted(zip(places, itertools.chain(*responses), strict=True), key=lambda pair: pair[0])
+        return [trajectory for _, trajectory in in_order]
+
+    async def _hurry(self, limit: asyncio.Timeout) -> None:
+        """Consumes: nothing. Waits for: an interrupt. Unblocked by: cancellation, when the evaluation has ended."""
+        await self._interrupted.wait()
+        soon, deadline = asyncio.get_running_loop().time() + self._cfg.shutdown_timeout_s, limit.when()
+        if deadline is not None and soon < deadline:
+            limit.reschedule(soon)
 
 
 def group_by_prompt(eval_sets: Sequence[EvalSet], trajectories: Sequence[Trajectory]) -> list[Answers]:
@@ -58,47 +240,69 @@ def group_by_prompt(eval_sets: Sequence[EvalSet], trajectories: Sequence[Traject
     ]
 
 
+def split_prompts(num_samples: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """Numbers of the responses that each replica gives: the prompts in turn, all responses to one together, since they
+    share what the prompt costs. `num_samples` are those to each prompt."""
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    first = 0
+    for place, number in enumerate(num_samples):
+        shares[place % num_replicas] += range(first, first + number)
+        first += number
+    return shares
+
+
+def check_one_version(trajectories: Sequence[Trajectory], version: int) -> None:
+    """Raises RuntimeError if any token came from another version: the result would belong to no policy."""
+    seen = {v for trajectory in trajectories for v in trajectory.policy_versions}
+    if seen - {version}:
+        raise RuntimeError(f"evaluation of version {version} holds tokens of versions {sorted(seen)}; freeze is broken")
+
+
+def check_all_scored(trajectories: Sequence[Trajectory]) -> None:
+    """Raises EvaluationFailed if a response has no reward: the mean of the others would favour easy prompts."""
+    failed = [trajectory for trajectory in trajectories if trajectory.status == "failed"]
+    if failed:
+        raise EvaluationFailed(
+            f"{len(failed)} of {len(trajectories)} responses have no reward; the first, to prompt "
+            f"{failed[0].prompt_id}: {failed[0].error}"
+        )
+
+
 def score(
     answers: Sequence[Answers], cfg: TrainerConfig, *, reward: str, version: int, time_s: float
 ) -> dict[str, EvalMetrics]:
-    """The numbers of each set, by name. `reward` scores the prompts that name none."""
-    by_set: dict[str, list[Answers]] = {}
-    for one in answers:
-        by_set.setdefault(one[0], []).append(one)
-    return {name: score_set(own, cfg, reward=reward, version=version, time_s=time_s) for name, own in by_set.items()}
-
-
-def score_set(
-    answers: Sequence[Answers], cfg: TrainerConfig, *, reward: str, version: int, time_s: float
-) -> EvalMetrics:
-    """Means over all responses of a set, each counted with its reward, truncated ones too. Parts of the reward are
-    averaged as those of training are."""
-    trajectories = [trajectory for _, _, own in answers for trajectory in own]
-    num_samples = len(answers[0][2])
-    rewards_PS = np.array([t.total_reward for t in trajectories], np.float64).reshape(-1, num_samples)  # P prompts
-    means_P = rewards_PS.mean(axis=1)
-    num_passed_P = (rewards_PS >= cfg.eval_pass_threshold).sum(axis=1)
-    largest_k = num_samples if cfg.eval_pass_k is None else cfg.eval_pass_k
-    parts: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.reward_parts.items():
-            parts.setdefault(name, []).append(value)
-    return EvalMetrics(
-        version=version,
-        accuracy=float(np.mean(rewards_PS)),
-        num_prompts=len(answers),
-        num_samples=num_samples,
-        pass_at={
-            k: float(np.mean([pass_at_k(num_samples, int(num_passed), k) for num_passed in num_passed_P]))
-            for k in sorted({1, largest_k})
-        },
-        tokens_mean=float(np.mean([t.num_generated_tokens for t in trajectories])),
-        truncated_frac=float(np.mean([t.status == "truncated" for t in trajectories])),
-        time_s=time_s,
-        accuracy_stderr=standard_error(means_P),
-        reward_parts={name: float(np.mean(parts[name])) for name in sorted(parts)},
-        by_reward=_by_reward([prompt.reward for _, prompt, _ in answers], means_P, default=reward),
-    )
+    """The numbers of each set, by name: means over all its responses, each counted with its reward, truncated ones too.
+    Parts of the reward are averaged as those of training are. `reward` scores the prompts that name none."""
+    scores: dict[str, EvalMetrics] = {}
+    for name, rows in itertools.groupby(answers, key=lambda answer: answer[0]):
+        own = list(rows)
+        trajectories = [trajectory for _, _, responses in own for trajectory in responses]
+        num_samples = len(own[0][2])
+        rewards_PS = np.array([t.total_reward for t in trajectories], np.float64).reshape(-1, num_samples)  # P prompts
+        means_P = rewards_PS.mean(axis=1)
+        num_passed_P = (rewards_PS >= cfg.eval_pass_threshold).sum(axis=1)
+        largest_k = num_samples if cfg.eval_pass_k is None else cfg.eval_pass_k
+        parts: dict[str, list[float]] = {}
+        for trajectory in trajectories:
+            for part, value in trajectory.reward_parts.items():
+                parts.setdefault(part, []).append(value)
+        scores[name] = EvalMetrics(
+            version=version,
+            accuracy=float(np.mean(rewards_PS)),
+            num_prompts=len(own),
+            num_samples=num_samples,
+            pass_at={
+                k: float(np.mean([pass_at_k(num_samples, int(num_passed), k) for num_passed in num_passed_P]))
+                for k in sorted({1, largest_k})
+            },
+            tokens_mean=float(np.mean([t.num_generated_tokens for t in trajectories])),
+            truncated_frac=float(np.mean([t.status == "truncated" for t in trajectories])),
+            time_s=time_s,
+            accuracy_stderr=standard_error(means_P),
+            reward_parts={part: float(np.mean(parts[part])) for part in sorted(parts)},
+            by_reward=_by_reward([prompt.reward for _, prompt, _ in own], means_P, default=reward),
+        )
+    return scores
 
 
 def _by_reward(names: Sequence[str], means_P: np.ndarray, *, default: str) -> dict[str, dict[str, float]]:
@@ -135,222 +339,9 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
-class EvaluationFailed(Exception):
-    """There is no number, and why. Training does not need one."""
-
-    def __init__(
-        self, reason: str, *, version: int | None = None, time_s: float = 0.0, answers: Sequence[Answers] = ()
-    ) -> None:
-        """
-        Args:
-            version: None if it did not come as far as to have one.
-            answers: all of them, if they all came in.
-        """
-        super().__init__(reason)
-        self.version, self.time_s, self.answers = version, time_s, answers
-
-
-class Evaluator:
-    """Evaluates the live version; one evaluation at a time."""
-
-    def __init__(
-        self,
-        cfg: RunConfig,
-        eval_sets: Sequence[EvalSet],
-        *,
-        pin_versions: PinVersions,
-        generate: Generate,
-        members: Callable[[], Mapping[str, str]],
-        first_version: int = 0,
-    ) -> None:
-        """
-        Args:
-            eval_sets: the set that gives the accuracy first; none for no evaluation.
-            members: replica -> "live", or how it was lost.
-            first_version: the one that this process begins with; periods are counted from there.
-        """
-        self._cfg, self._reward, self._eval_sets = cfg.trainer, cfg.task.reward.name, eval_sets
-        self._prompts = [prompt for one in eval_sets for prompt in one.prompts for _ in range(one.num_samples)]
-        self._num_answers = [one.num_samples for one in eval_sets for _ in one.prompts]
-        self._params = SamplingParams(
-            max_tokens=cfg.rollout.max_response_tokens,
-            temperature=cfg.trainer.eval_temperature,
-            top_p=cfg.trainer.eval_top_p,
-            stop=tuple(cfg.rollout.stop),
-        )
-        self._pin_versions, self._generate, self._members = pin_versions, generate, members
-        self._first_version = first_version
-        self.last_version = -1
-        """Of the last evaluation; -1 before the first."""
-        self._is_running = False
-        self._began_at, self._ended_at, self._ran_s = 0.0, -math.inf, 0.0
-        self._deadline, self._when_late = math.inf, ""
-        self._limit: asyncio.Timeout | None = None
-
-    def is_due(self, version: int) -> bool:
-        """Whether a periodic evaluation falls between the last evaluated version and this one.
-
-        Not while one is running: the next live version after it has its turn.
-        """
-        every = self._cfg.eval_every
-        if not self._prompts or not every or version <= self.last_version or self._is_running:
-            return False
-        return version // every > max(self.last_version, self._first_version) // every
-
-    @property
-    def is_possible(self) -> bool:
-        return bool(self._prompts)
-
-    @property
-    def idle_s(self) -> float:
-        """For how long none has been running, in seconds; 0 while one runs."""
-        return 0.0 if self._is_running else asyncio.get_running_loop().time() - self._ended_at
-
-    @property
-    def running_s(self) -> float:
-        """For how long any has been running so far, in seconds. It never falls: a difference is an overlap."""
-        return self._ran_s + (asyncio.get_running_loop().time() - self._began_at if self._is_running else 0.0)
-
-    async def run(
-        self, pinned: asyncio.Event, *, is_shared: bool = False
-    ) -> tuple[dict[str, EvalMetrics], list[Answers]]:
-        """Evaluate the version that the replica has; the numbers by set, and what they are the numbers of. Sets
-        `pinned` once no commit can change the version any more.
-
-        If its replica dies, it begins again on others, with the version that is live there.
-
-        Consumes: the evaluation prompts. Waits for: the replicas' commit locks, and their responses. Unblocked by:
-        `trainer.eval_timeout_s`, or `tighten_deadline`.
-
-        Args:
-            is_shared: no version is published meanwhile, so all live replicas take part.
-
-        Raises:
-            EvaluationFailed: not every response could be scored.
-        """
-        assert not self._is_running
-        began, limit_s = time.monotonic(), self._cfg.eval_timeout_s
-        self._is_running, self._began_at = True, asyncio.get_running_loop().time()
-        self._deadline = self._began_at + limit_s
-        self._when_late = (
-            f"it took longer than trainer.eval_timeout_s={limit_s:g} for {len(self._prompts)} answers; raise it, "
-            "or ask for less (task.eval_size, task.eval_sets, trainer.eval_samples)"
-        )
-        version, answers, lost = None, list[Answers](), set[str]()
-        try:
-            while True:
-                names = self._choose(lost, is_shared=is_shared)
-                try:
-                    async with self._pin_versions(names) as versions:
-                        version = self.last_version = max(v for v in versions.values() if v is not None)
-                        pinned.set()
-                        # A sync may have passed one by.
-                        trajectories = await self._generate_all([n for n in names if versions[n] == version], lost)
-                    break
-                except NoReplica as error:
-                    if not self._live(lost):
-                        raise
-                    log.warning("the evaluation begins again on another replica: %s", error)
-            answers = group_by_prompt(self._eval_sets, trajectories)
-            check_one_version(trajectories, version)
-            check_all_scored(trajectories)
-            time_s = time.monotonic() - began
-            return score(answers, self._cfg, reward=self._reward, version=version, time_s=time_s), answers
-        except Exception as error:  # the edge of one evaluation, which training does not need
-            reason = str(error) if isinstance(error, EvaluationFailed) else one_line(first_cause(error))
-            time_s = time.monotonic() - began
-            raise EvaluationFailed(reason, version=version, time_s=time_s, answers=answers) from error
-        finally:
-            self._is_running, self._ended_at = False, asyncio.get_running_loop().time()
-            self._ran_s += self._ended_at - self._began_at
-            pinned.set()  # whoever waits for it must not outlive a failure
-
-    def tighten_deadline(self, seconds: float, why: str) -> None:
-        """Give what is running at most so many seconds more; `why` is what it reports if that is not enough."""
-        deadline = asyncio.get_running_loop().time() + seconds
-        if self._is_running and deadline < self._deadline:
-            self._deadline, self._when_late = deadline, why
-            if self._limit is not None:
-                self._limit.reschedule(deadline)
-
-    def _live(self, lost: set[str]) -> list[str]:
-        return [name for name, state in self._members().items() if state == "live" and name not in lost]
-
-    def _choose(self, lost: set[str], *, is_shared: bool) -> list[str]:
-        """All live replicas, or one of them.
-
-        Raises:
-            NoReplica: none is live.
-        """
-        live = self._live(lost)
-        if not live:
-            raise NoReplica(f"no live replica is left to evaluate on: {dict(self._members())}")
-        return live if is_shared else live[:1]
-
-    async def _generate_all(self, names: Sequence[str], lost: set[str]) -> list[Trajectory]:
-        """All responses in order, from these replicas; one that is lost meanwhile is added to `lost`.
-
-        Its timeout leaves the pinned block as an error and not as a cancellation, so that the replica catches up.
-        """
-
-        async def ask(name: str, numbers: Sequence[int]) -> list[Trajectory]:
-            try:
-                return await self._generate([self._prompts[n] for n in numbers], self._params, name, numbers)
-            except NoReplica:
-                lost.add(name)
-                raise
-
-        shares = split_prompts(self._num_answers, len(names))
-        self._limit = asyncio.timeout_at(self._deadline)
-        try:
-            async with self._limit:
-                answers = await gather_or_cancel(
-                    ask(name, numbers) for name, numbers in zip(names, shares, strict=True) if numbers
-                )
-        except TimeoutError as error:
-            if self._limit.expired():
-                raise EvaluationFailed(self._when_late) from error
-            raise
-        finally:
-            self._limit = None
-        # Replicas come after each other in a row of their own; each response goes back to its place.
-        places = [number for share in shares for number in share]
-        in_order = sorted(zip(places, itertools.chain(*answers), strict=True), key=lambda pair: pair[0])
-        return [trajectory for _, trajectory in in_order]
-
-
-def split_prompts(num_answers: Sequence[int], num_replicas: int) -> list[list[int]]:
-    """Numbers of the responses that each replica gives: the prompts in turn, all responses to one together, since they
-    share what the prompt costs. `num_answers` are those to each prompt."""
-    shares: list[list[int]] = [[] for _ in range(num_replicas)]
-    first = 0
-    for place, number in enumerate(num_answers):
-        shares[place % num_replicas] += range(first, first + number)
-        first += number
-    return shares
-
-
-def check_one_version(trajectories: Sequence[Trajectory], version: int) -> None:
-    """Raises RuntimeError if any token came from another version: the result would belong to no policy."""
-    seen = {v for trajectory in trajectories for v in trajectory.policy_versions}
-    if seen - {version}:
-        raise RuntimeError(f"evaluation of version {version} holds tokens of versions {sorted(seen)}; freeze is broken")
-
-
-def check_all_scored(trajectories: Sequence[Trajectory]) -> None:
-    """Raises EvaluationFailed if a response has no reward: the mean of the others would favour what is easy to
-    answer."""
-    failed = [trajectory for trajectory in trajectories if trajectory.status == "failed"]
-    if failed:
-        raise EvaluationFailed(
-            f"{len(failed)} of {len(trajectories)} answers have no reward; the first, to prompt {failed[0].prompt_id}: "
-            f"{failed[0].error}"
-        )
-
-
 class EvaluationSchedule:
     """Which versions of a run are evaluated when, and where the results go. One that fails is counted and reported, and
-    training goes on."""
+    training continues."""
 
     def __init__(
         self,
@@ -369,40 +360,33 @@ class EvaluationSchedule:
 
     async def at_start(self) -> None:
         """The version that the run begins with, if that is asked for: concurrently with training, or before it."""
-        if not (self._evaluator.is_possible and self._cfg.eval_at_start):
-            return
-        if self._cfg.eval_blocking:
-            await self.evaluate(is_shared=True)
-        else:
-            await self.begin()
+        if self._evaluator.is_possible and self._cfg.eval_at_start:
+            await (self.evaluate(is_shared=True) if self._cfg.eval_blocking else self.begin())
 
     async def after_sync(self, version: int) -> None:
         """Without `trainer.eval_blocking`: a due evaluation of the version that has just become live, but not of the
         last one, which `at_end` looks after."""
-        if not self._cfg.eval_blocking and version < self._cfg.total_steps and self._is_due(version):
+        is_last = self._state.step >= self._cfg.total_steps and version == self._state.version
+        if not self._cfg.eval_blocking and not is_last and self._evaluator.is_due(version):
             await self.begin()
 
     async def after_step(self, wait_until_live: Callable[[], Awaitable[None]]) -> None:
         """With `trainer.eval_blocking`: a due evaluation of exactly this step's version, while the learner waits."""
-        if self._cfg.eval_blocking and self._is_due(self._state.step):
+        if self._cfg.eval_blocking and self._evaluator.is_due(self._state.version):
             await wait_until_live()
             await self.evaluate(is_shared=True)
 
     async def at_end(self) -> None:
         """The last version, once: because that is asked for, or a periodic evaluation is due. Not of an interrupted
         run."""
-        evaluator, step, progress = self._evaluator, self._state.step, self._telemetry.progress
+        evaluator, version, phase = self._evaluator, self._state.version, self._telemetry.progress.phase
         if self._running is not None and not self._running.done():
-            with progress.phase("waiting for the evaluation beside training"):
+            with phase("waiting for the evaluation that runs concurrently"):
                 await asyncio.wait({self._running})
-        is_asked_for = self._cfg.eval_at_end and evaluator.is_possible and evaluator.last_version < step
-        if (is_asked_for or evaluator.is_due(step)) and not self._state.interrupted.is_set():
-            with progress.phase(f"evaluating version {step}"):
+        is_asked_for = self._cfg.eval_at_end and evaluator.is_possible and evaluator.last_version < version
+        if (is_asked_for or evaluator.is_due(version)) and not self._state.interrupted.is_set():
+            with phase(f"evaluating version {version}"):
                 await self.evaluate(is_shared=True)
-
-    def _is_due(self, version: int) -> bool:
-        """An interrupted run does not begin another one."""
-        return self._evaluator.is_due(version) and not self._state.interrupted.is_set()
 
     async def begin(self) -> None:
         """Evaluate concurrently with training. Returns once no commit can change the version any more, so that it is
@@ -414,15 +398,13 @@ class EvaluationSchedule:
     async def evaluate(self, pinned: asyncio.Event | None = None, *, is_shared: bool = False) -> None:
         """One evaluation; its result goes into the state and onto a line, and its responses into a file in the
         background."""
-        state, tightening = self._state, asyncio.create_task(self._tighten_when_interrupted())
+        state, telemetry = self._state, self._telemetry
         try:
-            with self._telemetry.tracer.span("evaluation", "evaluate", overlapping=True):
+            with telemetry.tracer.span("evaluation", "evaluate", overlapping=True):
                 scores, answers = await self._evaluator.run(pinned or asyncio.Event(), is_shared=is_shared)
         except EvaluationFailed as error:
             await self._report_failure(error)
             return
-        finally:
-            tightening.cancel()
         state.add_evaluation(scores)
         main, others = scores[""], {name: one for name, one in scores.items() if name}
         line = {
@@ -433,12 +415,12 @@ class EvaluationSchedule:
             **main.line(),
             **({"sets": {name: one.line() for name, one in others.items()}} if others else {}),
         }
-        line["answers"] = await self._telemetry.record_answers(answers, version=main.version)
-        await self._telemetry.write_evaluation(line)
+        line["answers"] = await telemetry.record_answers(answers, version=main.version)
+        await telemetry.write_evaluation(line)
         log.info("version %d: held-out accuracy %.3f", main.version, main.accuracy)
         for name, one in others.items():
             log.info("version %d: accuracy on %s %.3f", one.version, name, one.accuracy)
-        self._telemetry.progress.update(accuracy=main.accuracy, accuracy_version=main.version)
+        telemetry.progress.update(accuracy=main.accuracy, accuracy_version=main.version)
         target = self._cfg.stop_at_accuracy
         if target is not None and main.accuracy >= target:
             state.reached = state.reached or main
@@ -450,16 +432,9 @@ class EvaluationSchedule:
         version = state.live_version if error.version is None else error.version
         line = {"version": version, "step": state.step, "time_s": state.time_s, "seconds": error.time_s}
         file = await self._telemetry.record_answers(error.answers, version=version, failed=str(error))
-        kept = "none of its answers is kept" if file is None else f"its answers are in {file}"
+        kept = "none of its responses is kept" if file is None else f"its responses are in {file}"
         log.error("the evaluation of version %d failed and gives no accuracy: %s (%s)", version, error, kept)
         await self._telemetry.write_evaluation({**line, "failed": str(error), "answers": file})
-
-    async def _tighten_when_interrupted(self) -> None:
-        """Consumes: nothing. Waits for: an interrupt. Unblocked by: cancellation, when the evaluation has ended."""
-        await self._state.interrupted.wait()
-        limit_s = self._cfg.shutdown_timeout_s
-        why = f"the run was interrupted, which leaves trainer.shutdown_timeout_s={limit_s:g}"
-        self._evaluator.tighten_deadline(limit_s, why)
 
 
 @contextlib.asynccontextmanager

@@ -18,7 +18,6 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +26,14 @@ from rollout.fleet.engine_client import is_actor_lost
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import EngineRecord, EngineView, FleetView, apply
 from rollout.worker.group_server import FLUSH_S
-from trainer.driver.engine_monitor import POLL_S, SILENCE_S, EngineIdleMeter, EngineMonitor, load_record
+from trainer.driver.engine_monitor import POLL_S, PROMPT_S, SILENCE_S, EngineIdleMeter, EngineProbe, load_metrics
 from trainer.errors import first_cause, one_line
 from trainer.remote import RemoteTimeout, call, cancel_call, kill_actor
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
+    from rollout.engine.interface import EngineStatus
     from rollout.fleet.states import EventKind, WorkerReport
     from rollout.types import Group, Prompt, RolloutRequest, SamplingParams, Trajectory
 
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GROUP_GRACE_S = 60.0
-"""A worker bounds generation and rewards itself; a live one has answered this much later."""
+"""A worker bounds generation and rewards itself; a live one has responded this much later."""
 TOO_SLOW = (
     "generation or rewards take longer than their deadlines together, so look at its file in actor_logs/, or increase "
     "rollout.request_timeout_s (task.agent_timeout_s with an agent) or task.reward.queue_timeout_s"
 )
 HANGS = "its process hangs; look at its file in actor_logs/"
 RESTART_RESET_S = 3600.0
-"""What has been healthy for so long has all its restarts again: the few faults of a run of weeks are not to add up."""
+"""What has been healthy for so long has all its restarts again: the few faults of a run of weeks must not add up."""
 WAIT_SLICE_S = 5.0
 """Longest single wait for an engine; the caller tries again then, and waits again."""
 RETRY_S = 1.0
@@ -56,22 +56,21 @@ RETRY_S = 1.0
 
 
 class AllEnginesLost(Exception):
-    """No engine is left, and none may be started any more."""
+    """No engine is left, and none may be started again."""
 
 
 class AllWorkersLost(Exception):
-    """No rollout worker is left, and none may be started any more."""
+    """No rollout worker is left, and none may be started again."""
 
 
 class RestartPolicy:
     """How often each place may be filled again: `max_restarts` times, until it has been healthy for
-    `RESTART_RESET_S`. Times are the caller's."""
+    `RESTART_RESET_S`."""
 
     def __init__(self, max_restarts: int) -> None:
         self.max_restarts = max_restarts
         self.num_succeeded = 0
-        self._spent: Counter[str] = Counter()
-        self._tried: Counter[str] = Counter()
+        self._spent, self._tried = Counter[str](), Counter[str]()
         self._healthy_since: dict[str, float] = {}
 
     def on_healthy(self, name: str, now: float) -> None:
@@ -80,48 +79,61 @@ class RestartPolicy:
             self._spent[name] = 0
             log.info("%s has been healthy for %.0f s: restart budget reset", name, now - since)
 
-    def on_lost(self, name: str) -> None:
-        self._healthy_since.pop(name, None)
-
     def is_spent(self, name: str) -> bool:
         return self._spent[name] >= self.max_restarts
 
     def begin(self, name: str) -> tuple[int, str]:
-        """(number of the restart of this place in the whole run, "1 of 3")."""
+        """It was lost. Returns (number of the restart of this place in the whole run, "1 of 3")."""
+        self._healthy_since.pop(name, None)
         self._spent[name] += 1
         self._tried[name] += 1
         return self._tried[name], f"{self._spent[name]} of {self.max_restarts}"
 
 
 class WorkerClient:
-    """The other end of a worker's `GroupServer`. Of use until the worker is lost.
+    """The other end of one rollout worker. A worker that is started again in its place has a client of its own."""
 
-    Args:
-        actor: the rollout worker's actor.
-        ask: the result of a remote call to it; raises what it raised, or WorkerLost if the actor is gone.
-    """
-
-    def __init__(self, actor: Any, ask: Callable[[Any], Awaitable[Any]]) -> None:
-        self._actor = actor
-        self._ask = ask
+    def __init__(self, name: str, actor: Any, *, on_lost: Callable[[], None]) -> None:
+        self.name, self.actor = name, actor
+        self.num_groups = 0
+        """Groups and evaluations in flight."""
+        self.lost = ""
+        """Why; empty while it lives."""
+        self.update: asyncio.Task[None] | None = None
+        """The view that is on its way to it."""
+        self.epoch = -1
+        """Of the newest view that it has."""
+        self.engines: dict[str, int] = {}
+        """Engine -> the incarnation whose handle it has."""
+        self.report: WorkerReport | None = None
+        self._on_lost = on_lost
         self._call_ids = itertools.count()
         self._waiting: dict[int, asyncio.Future[Group]] = {}
         self._to_begin: dict[int, RolloutRequest] = {}
         self._cancelled: list[int] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._lost: WorkerLost | None = None
+        self._end: WorkerLost | None = None
+        """What every group gets from now on."""
+
+    async def call(self, ref: Any, *, timeout_s: float | None = None) -> Any:
+        """The result of a call to its actor. Raises what it raised, RemoteTimeout, or WorkerLost if it is gone."""
+        try:
+            return await call(ref, timeout_s=timeout_s, who=self.name, what="a call", hint=HANGS)
+        except Exception as error:
+            if not is_actor_lost(error):
+                raise
+            reason = f"died: {str(error).strip().splitlines()[0]}"
+            self.lose(reason)
+            raise WorkerLost(f"{self.name} {reason}") from error
 
     async def run(self, item: RolloutRequest) -> Group:
-        """Generate and reward one group. Cancelled, it ends in the worker too.
+        """Generate and reward one group. Cancelled, it ends in the worker too. Raises what the worker raised, or
+        WorkerLost.
 
-        Waits for: the worker's answer. Unblocked by: its caller's deadline; the loss of the worker.
-
-        Raises:
-            WorkerLost: the worker died with the group, or never had it.
-            Exception: what the worker raised.
+        Waits for: the worker. Unblocked by: the caller's deadline; the loss of the worker.
         """
-        if self._lost is not None:
-            raise self._lost
+        if self._end is not None:
+            raise self._end
         call_id, future = next(self._call_ids), asyncio.get_running_loop().create_future()
         self._waiting[call_id], self._to_begin[call_id] = future, item
         self._keep_running("send", self._send)
@@ -130,46 +142,64 @@ class WorkerClient:
             return await future
         finally:
             del self._waiting[call_id]
-            if future.cancelled() and self._to_begin.pop(call_id, None) is None and self._lost is None:
+            if future.cancelled() and self._to_begin.pop(call_id, None) is None and self._end is None:
                 self._cancelled.append(call_id)
                 self._keep_running("send", self._send)
 
+    def lose(self, reason: str) -> None:
+        """It is never called again, its groups fail, and its process ends, with every call that still waits there."""
+        if self.lost:
+            return
+        self.lost = reason
+        log.error("%s %s; reassigning its %d groups", self.name, reason, self.num_groups)
+        self._end_groups(WorkerLost(f"{self.name} {reason}"))
+        kill_actor(self.actor)
+        self._on_lost()
+
     def close(self) -> None:
-        """The run is over: groups that are under way fail, and the end of the worker is no loss."""
-        self._fail((), WorkerLost("the run is over"))
+        """The run is over: its groups fail, and the end of the worker is no loss."""
+        self._end_groups(WorkerLost("the run is over"))
         for task in self._tasks.values():
             task.cancel()
 
-    def _keep_running(self, name: str, coroutine: Callable[[], Any]) -> None:
+    def _end_groups(self, error: WorkerLost) -> None:
+        self._end = error
+        self._to_begin.clear()
+        self._cancelled.clear()
+        self._settle(dict.fromkeys(self._waiting, error))
+
+    def _keep_running(self, name: str, coroutine: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = self._tasks.get(name)
         if task is None or task.done():
             self._tasks[name] = asyncio.create_task(coroutine(), name=f"groups {name}")
 
     async def _send(self) -> None:
-        """Consumes: groups to begin and to cancel. Waits for: the worker to take them, and `FLUSH_S`.
-
-        Unblocked by: the loss of the worker, which the fleet watches.
-        """
+        """Consumes: groups to begin and to cancel. Waits for: the worker to take them, and `FLUSH_S`. Unblocked by: the
+        loss of the worker, which the fleet watches."""
         while self._to_begin or self._cancelled:
             items, self._to_begin = self._to_begin, {}
             cancelled, self._cancelled = self._cancelled, []
             try:
-                await self._ask(self._actor.submit.remote(items, cancelled))
+                await self.call(self.actor.submit.remote(items, cancelled))
+            except WorkerLost:
+                return
             except Exception as error:  # noqa: BLE001 - each of these groups gets it
                 self._cancelled += cancelled  # with the next call
-                self._fail(items, error)
+                self._settle(dict.fromkeys(items, error))
                 await asyncio.sleep(RETRY_S)
             await asyncio.sleep(FLUSH_S)
 
     async def _receive(self) -> None:
         """Consumes: what has ended in the worker. Waits for: it. Unblocked by: the loss of the worker, as `_send`."""
-        while self._waiting and self._lost is None:
+        while self._waiting and self._end is None:
             try:
-                self._settle(await self._ask(self._actor.ended.remote()))
-            except Exception as error:  # noqa: BLE001 - whose answer it was is unknown, so each that waits gets it
+                self._settle(await self.call(self.actor.ended.remote()))
+            except WorkerLost:
+                return
+            except Exception as error:  # noqa: BLE001 - which groups it was about is unknown, so each that waits gets it
                 begun = self._waiting.keys() - self._to_begin.keys()
                 self._cancelled += begun
-                self._fail(begun, error)
+                self._settle(dict.fromkeys(begun, error))
                 self._keep_running("send", self._send)
                 await asyncio.sleep(RETRY_S)
 
@@ -177,44 +207,11 @@ class WorkerClient:
         for call_id, outcome in ended.items():
             future = self._waiting.get(call_id)
             if future is None or future.done():
-                continue  # it was cancelled, with the reason, while the answer was on its way
+                continue  # it was cancelled, with the reason, while the result was on its way
             if isinstance(outcome, Exception):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
-
-    def _fail(self, call_ids: Iterable[int], error: Exception) -> None:
-        """A lost worker is never called again, and all its groups fail."""
-        if isinstance(error, WorkerLost):
-            self._lost = error
-            self._to_begin.clear()
-            self._cancelled.clear()
-            call_ids = self._waiting
-        for call_id in call_ids:
-            future = self._waiting.get(call_id)
-            if future is not None and not future.done():
-                future.set_exception(error)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Worker:
-    """A rollout worker's place, and who has it."""
-
-    name: str
-    actor: Any
-    client: WorkerClient | None = None
-    """Of this actor; None before the first group."""
-    num_groups: int = 0
-    """In flight."""
-    lost: str = ""
-    """Why; empty while it lives."""
-    update: asyncio.Task[None] | None = None
-    """The view that is on its way to it."""
-    epoch: int = -1
-    """Of the newest view that it has."""
-    engines: dict[str, int] = field(default_factory=dict)
-    """Engine -> the incarnation that this actor was told of."""
-    report: WorkerReport | None = None
 
 
 class Fleet:
@@ -244,8 +241,8 @@ class Fleet:
             sync_states: engine -> "live", or how weight sync lost it.
         """
         self._engines = engines
-        self._workers = [_Worker(name=f"rollout worker {index}", actor=actor) for index, actor in enumerate(workers)]
-        self._group_timeout_s = group_timeout_s + GROUP_GRACE_S
+        self._workers = [self._client(f"rollout worker {index}", actor) for index, actor in enumerate(workers)]
+        self._group_timeout_s, self._silence_timeout_s = group_timeout_s + GROUP_GRACE_S, heartbeat_timeout_s
         # Half: an engine seems to wait for a worker that does not read its stream, and would look silent with it.
         self._worker_timeout_s = heartbeat_timeout_s / 2
         self._restart_engine_actor, self._restart_worker_actor = restart_engine, restart_worker
@@ -253,8 +250,8 @@ class Fleet:
         self._worker_policy = RestartPolicy(0 if restart_worker is None else max_worker_restarts)
         self._sync_states = sync_states
         self._table = {name: EngineRecord() for name in engines}
+        self._probes = {name: self._probe(name) for name in engines}
         self._epoch = 0
-        self._monitor = EngineMonitor(heartbeat_timeout_s=heartbeat_timeout_s, on_lost=self._lose_engine)
         self._restarts: dict[str, asyncio.Task[None]] = {}
         """Under way, of engines and workers."""
         self._changed = asyncio.Event()
@@ -262,11 +259,18 @@ class Fleet:
         self._is_closed = False
         self.idle_engines = EngineIdleMeter()
 
+    def _client(self, name: str, actor: Any) -> WorkerClient:
+        return WorkerClient(name, actor, on_lost=self._notify)
+
+    def _probe(self, name: str) -> EngineProbe:
+        lose = partial(self._lose_engine, name, self._table[name].incarnation)
+        return EngineProbe(name, self._engines[name], heartbeat_timeout_s=self._silence_timeout_s, on_lost=lose)
+
     # What others read
 
     def engine_states(self) -> dict[str, str]:
         """Engine -> "live", or why it is not there. A pinned engine is live."""
-        self._hear_weight_sync()
+        self.exclude_lost_engines()
         return {
             name: "live" if record.is_there else f"{record.state} ({record.reason})"
             for name, record in self._table.items()
@@ -276,9 +280,6 @@ class Fleet:
     def lost_engines(self) -> dict[str, str]:
         """Engine -> why it is not there."""
         return {name: state for name, state in self.engine_states().items() if state != "live"}
-
-    def takes_training(self, name: str) -> bool:
-        return self._table[name].state == "live"
 
     @property
     def load_record(self) -> dict[str, float]:
@@ -290,44 +291,41 @@ class Fleet:
             "fleet/engine_restarts": self._engine_policy.num_succeeded,
             "fleet/worker_restarts": self._worker_policy.num_succeeded,
         }
-        return {**load_record(reports, self._monitor.loads), **restarts}
+        return {**load_metrics(reports, self._loads()), **restarts}
+
+    def _loads(self) -> dict[str, EngineStatus]:
+        """Engine -> what it reported last."""
+        return {name: probe.load for name, probe in self._probes.items() if probe.load is not None}
 
     # Groups and evaluations
 
     async def run_group(self, item: RolloutRequest) -> Group:
-        """Generate and reward one group. Raises what the worker raised.
-
-        Where no engine is left it waits for one and begins again, which costs the group no retry.
+        """Generate and reward one group. Where no engine is left it waits for one and begins again, which costs the
+        group no retry.
 
         Raises:
             NoReplica: no engine is left, and none comes back.
             TimeoutError: it took too long, and was cancelled in the worker.
             WorkerLost: the worker died with the group, or never had it.
+            Exception: what the worker raised.
         """
         while True:
+            worker = await self._choose()
+            worker.num_groups += 1
+            limit = asyncio.timeout(self._group_timeout_s)
             try:
-                return await self._run_once(item)
+                async with limit:  # cancelled, it ends in the worker too, and does not compete with its retry
+                    return await worker.run(item)
             except NoReplica as error:
-                await self.wait_for_engine(error)
-
-    async def _run_once(self, item: RolloutRequest) -> Group:
-        worker = await self._choose()
-        if worker.client is None:
-            worker.client = WorkerClient(worker.actor, partial(self._call, worker, actor=worker.actor, timeout_s=None))
-        worker.num_groups += 1
-        limit = asyncio.timeout(self._group_timeout_s)
-        try:
-            async with limit:
-                return await worker.client.run(
-                    item
-                )  # cancelled, it ends there too, and does not compete with its retry
-        except TimeoutError as error:
-            if not limit.expired():
-                raise  # the worker's own
-            what = f"group {item.group_id} timed out after {self._group_timeout_s:g} s on {worker.name}"
-            raise RemoteTimeout(f"{what}; {TOO_SLOW}") from error
-        finally:
-            worker.num_groups -= 1
+                no_engine = error
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise  # the worker's own
+                what = f"group {item.group_id} timed out after {self._group_timeout_s:g} s on {worker.name}"
+                raise RemoteTimeout(f"{what}; {TOO_SLOW}") from error
+            finally:
+                worker.num_groups -= 1
+            await self.wait_for_engine(no_engine)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int]
@@ -345,7 +343,7 @@ class Fleet:
             ref = worker.actor.evaluate.remote(list(prompts), params, engine, list(numbers))
             worker.num_groups += 1
             try:
-                return await self._call(worker, ref, timeout_s=None)
+                return await worker.call(ref)
             except WorkerLost as error:
                 log.warning("the evaluation begins again on another worker: %s", error)
             except asyncio.CancelledError:
@@ -354,17 +352,14 @@ class Fleet:
             finally:
                 worker.num_groups -= 1
 
-    async def _choose(self) -> _Worker:
-        """Waits for: a live worker. Unblocked by: a restart; its deadline; `watch`, which ends the run; `close`.
-
-        Raises:
-            WorkerLost: none came, or none will.
-        """
+    async def _choose(self) -> WorkerClient:
+        """Waits for: a live worker. Unblocked by: a restart; its deadline; `watch`, which ends the run; `close`. Raises
+        WorkerLost where none came, or none will."""
         try:
             async with asyncio.timeout(self._group_timeout_s):
                 while not (live := [worker for worker in self._workers if not worker.lost]):
                     if self._is_closed:
-                        raise WorkerLost("no rollout worker is left, and none is started any more")
+                        raise WorkerLost("no rollout worker is left, and none is started again")
                     await self._changed.wait()
         except TimeoutError as error:
             raise WorkerLost(f"no rollout worker lived for {self._group_timeout_s:g} s") from error
@@ -396,17 +391,14 @@ class Fleet:
 
     def unpin(self, name: str) -> None:
         """Ends a pin. An engine that has missed a version by then is lost, and stays out."""
-        self._hear_weight_sync()
+        self.exclude_lost_engines()
         self._apply(name, "unpin")
 
     def exclude_lost_engines(self) -> None:
-        """A sync has ended: engines that it has lost have old weights or no version at all, and get no requests."""
-        self._hear_weight_sync()
-
-    def _hear_weight_sync(self) -> None:
+        """Engines that weight sync has lost have old weights or no version at all, and get no requests."""
         for name, state in self._sync_states().items():
-            if state != "live" and self._table[name].is_there:
-                self._apply(name, "lost", reason=f"weight sync: {state}")
+            if state != "live":
+                self._lose_engine(name, self._table[name].incarnation, f"weight sync: {state}")
 
     def _lose_engine(self, name: str, incarnation: int, reason: str) -> None:
         if self._table[name].is_there:
@@ -428,27 +420,24 @@ class Fleet:
 
     # Views and reports
 
-    def _push(self, worker: _Worker) -> None:
+    def _push(self, worker: WorkerClient) -> None:
         """Begin to send the view to this worker. One that has not taken the last one gets the newest after that."""
         if not worker.lost and (worker.update is None or worker.update.done()):
             worker.update = asyncio.create_task(self._update(worker), name=f"view for {worker.name}")
 
-    async def _update(self, worker: _Worker) -> None:
+    async def _update(self, worker: WorkerClient) -> None:
         """Send the newest view until the worker has it."""
-        actor = worker.actor
         while True:
             view, known = self._view(worker), {name: record.incarnation for name, record in self._table.items()}
             try:
-                report = await self._call(worker, actor.update.remote(view), timeout_s=self._worker_timeout_s)
+                report = await worker.call(worker.actor.update.remote(view), timeout_s=self._worker_timeout_s)
             except WorkerLost:
                 return
             except TimeoutError:
-                self._lose(worker, f"missed heartbeats for {self._worker_timeout_s:g} s", actor)
+                worker.lose(f"missed heartbeats for {self._worker_timeout_s:g} s")
                 return
             except Exception as error:  # noqa: BLE001 - the next view may be taken
                 log.warning("%s did not take a view of the engines: %s", worker.name, one_line(first_cause(error)))
-                return
-            if worker.actor is not actor:
                 return
             worker.epoch, worker.report = view.epoch, report
             worker.engines |= {name: known[name] for name in view.handles}
@@ -458,41 +447,42 @@ class Fleet:
             if worker.epoch == self._epoch:
                 return
 
-    def _view(self, worker: _Worker) -> FleetView:
-        engines = {
-            name: EngineView(
+    def _view(self, worker: WorkerClient) -> FleetView:
+        engines, handles = dict[str, EngineView](), dict[str, Any]()
+        for name, record in self._table.items():
+            probe = self._probes[name]
+            engines[name] = EngineView(
                 incarnation=record.incarnation,
                 state=record.state,
                 reason=record.reason,
-                load=self._monitor.load_now(name),
-                num_polls=self._monitor.num_polls[name],
+                load=probe.load_now,
+                num_polls=probe.num_polls,
                 num_elsewhere=sum(
                     other.report.in_flight.get(name, 0)
                     for other in self._workers
                     if other is not worker and other.report is not None and not other.lost
                 ),
             )
-            for name, record in self._table.items()
-        }
-        new = [n for n, r in self._table.items() if r.is_there and r.incarnation > worker.engines.get(n, 0)]
-        return FleetView(epoch=self._epoch, engines=engines, handles={name: self._engines[name] for name in new})
+            if record.is_there and record.incarnation > worker.engines.get(name, 0):
+                handles[name] = self._engines[name]
+        return FleetView(epoch=self._epoch, engines=engines, handles=handles)
 
-    # Life and death
+    # Restarts
 
     async def watch(
         self,
         *,
-        needs_groups: Callable[[], bool] = lambda: True,
-        needs_engines: Callable[[], bool] = lambda: True,
+        needs_groups: Callable[[], bool],
+        needs_engines: Callable[[], bool],
     ) -> None:
         """Keeps the table and the workers' views new, and as many engines and workers alive as there may be.
 
         Consumes: polls of engines, reports of workers, the states of weight sync. Waits for: its interval. Unblocked
-        by: cancellation, which ends the restarts too; they run beside it, and have deadlines of their own.
+        by: cancellation, which ends the restarts too; they have deadlines of their own.
 
         Args:
             needs_groups: whether the run fails without a worker; later an evaluation that waits for one does.
-            needs_engines: whether an engine that is lost is started again. Later a loss is logged and no more.
+            needs_engines: whether a lost engine is started again; later a loss is only logged.
 
         Raises:
             AllEnginesLost, AllWorkersLost: none is left, none may be started, and the run needs one.
@@ -501,14 +491,15 @@ class Fleet:
             while True:
                 await asyncio.sleep(POLL_S)
                 self._watch_engines(needs_engines)
-                await self._monitor.heard()
+                if polls := [probe.poll for probe in self._probes.values() if probe.poll is not None]:
+                    await asyncio.wait(polls, timeout=PROMPT_S)  # after which others are not held up
                 self._watch_workers(needs_groups())
         finally:
-            updates = [worker.update for worker in self._workers if worker.update is not None]
-            tasks = [*self._restarts.values(), *updates]
+            polls, updates = (probe.poll for probe in self._probes.values()), (w.update for w in self._workers)
+            tasks = [task for task in (*self._restarts.values(), *polls, *updates) if task is not None]
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(self._monitor.close(), *tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _watch_workers(self, needs_groups: bool) -> None:
         now = asyncio.get_running_loop().time()
@@ -517,7 +508,6 @@ class Fleet:
                 self._worker_policy.on_healthy(worker.name, now)
                 self._push(worker)
             elif worker.name not in self._restarts and not self._worker_policy.is_spent(worker.name):
-                self._worker_policy.on_lost(worker.name)
                 self._begin_restart(worker.name, self._restart_worker(index, worker))
         if self._is_closed or any(not worker.lost or worker.name in self._restarts for worker in self._workers):
             return
@@ -532,7 +522,7 @@ class Fleet:
         self.close()
 
     def _watch_engines(self, needs_engines: Callable[[], bool]) -> None:
-        self._hear_weight_sync()
+        self.exclude_lost_engines()
         now, is_over = asyncio.get_running_loop().time(), not needs_engines()
         if not is_over and self._are_engines_lost_for_good():
             states = "; ".join(f"{name} is lost: {record.reason}" for name, record in self._table.items())
@@ -544,28 +534,25 @@ class Fleet:
         for name, record in self._table.items():
             if record.is_there:
                 self._engine_policy.on_healthy(name, now)
-                self._monitor.poll(name, record.incarnation, self._engines[name])
+                self._probes[name].begin()
             elif (restart := self._restarts.get(name)) is not None:
                 if is_over and restart.cancel():
                     log.warning("the restart of %s is cancelled: training is over", name)
             elif record.state == "lost":
-                self._engine_policy.on_lost(name)
                 if is_over or self._engine_policy.is_spent(name):
                     end = "training is over" if is_over else "no restart is left"
                     log.warning("%s is lost (%s); %s, so it is not started again", name, record.reason, end)
                     self._apply(name, "retire")
                 else:
                     self._begin_restart(name, self._restart_engine(name, record.reason, needs_engines))
-        times = {name: load.times for name, load in self._monitor.loads.items() if load.times is not None}
-        self.idle_engines.hear(times, self.lost_engines)
+        times = {name: load.times for name, load in self._loads().items() if load.times is not None}
+        self.idle_engines.add(times, self.lost_engines)
 
     async def wait_for_engine(self, error: Exception) -> None:
-        """For one that found no engine to work with: returns when one has come back, or after a moment; then try again.
+        """For a caller that found no engine, with this error: returns when one has come back, or after a moment; then
+        try again. Raises the error if none is left and none may be started again.
 
         Waits for: the end of a restart. Unblocked by: that, and `WAIT_SLICE_S`.
-
-        Raises:
-            Exception: `error`, if none is left and none may be started again. `watch` fails first, with the reasons.
         """
         lost = self.lost_engines.keys()
         with contextlib.suppress(TimeoutError):
@@ -582,7 +569,7 @@ class Fleet:
             for name, record in self._table.items()
         )
 
-    def _begin_restart(self, name: str, restart: Any) -> None:
+    def _begin_restart(self, name: str, restart: Coroutine[Any, Any, None]) -> None:
         self._restarts[name] = task = asyncio.create_task(restart, name=f"restart {name}")
         task.add_done_callback(lambda _: self._restarts.pop(name))
 
@@ -605,49 +592,28 @@ class Fleet:
             log.error("restart %s failed (%s): %s; %s", attempt, name, one_line(first_cause(error)), next_step)
             return
         self._engine_policy.num_succeeded += 1
+        if (poll := self._probes[name].poll) is not None:
+            poll.cancel()
+        self._probes[name] = self._probe(name)
         self._apply(name, "joined")
         log.info("%s is back with version %s", name, version)
         self._notify()
 
-    async def _restart_worker(self, index: int, worker: _Worker) -> None:
+    async def _restart_worker(self, index: int, lost: WorkerClient) -> None:
         assert self._restart_worker_actor is not None
-        number, attempt = self._worker_policy.begin(worker.name)
-        log.warning("%s %s: restart %s", worker.name, worker.lost, attempt)
+        number, attempt = self._worker_policy.begin(lost.name)
+        log.warning("%s %s: restart %s", lost.name, lost.lost, attempt)
         try:
             actor = await self._restart_worker_actor(index, number)
         except Exception as error:  # noqa: BLE001 - the run continues with the other workers, whatever is wrong with it
             reason = one_line(first_cause(error))
-            log.error("restart %s of %s failed: %s", attempt, worker.name, reason)
-            worker.lost = f"did not start: {reason}"  # newer than why the one before it was lost
+            log.error("restart %s of %s failed: %s", attempt, lost.name, reason)
+            lost.lost = f"did not start: {reason}"  # newer than why the one before it was lost
             return
-        if worker.update is not None:
-            worker.update.cancel()  # it was for the one before
-        worker.actor, worker.client, worker.update, worker.report = actor, None, None, None
-        worker.epoch, worker.engines, worker.lost = -1, {}, ""
+        self._workers[index] = worker = self._client(lost.name, actor)
         self._push(worker)
         self._worker_policy.num_succeeded += 1
         log.info("%s is back", worker.name)
-        self._notify()
-
-    async def _call(self, worker: _Worker, ref: Any, *, timeout_s: float | None, actor: Any = None) -> Any:
-        """The result of a call to a worker. Raises what it raised, TimeoutError, or WorkerLost if it is gone."""
-        actor = worker.actor if actor is None else actor
-        try:
-            return await call(ref, timeout_s=timeout_s, who=worker.name, what="a call", hint=HANGS)
-        except Exception as error:
-            if not is_actor_lost(error):
-                raise
-            reason = str(error).strip().splitlines()[0]
-            self._lose(worker, f"died: {reason}", actor)
-            raise WorkerLost(f"{worker.name} died: {reason}") from error
-
-    def _lose(self, worker: _Worker, reason: str, actor: Any) -> None:
-        """It gets no more groups; its process ends, if it has not, and with it every call that still waits there."""
-        if worker.lost or worker.actor is not actor:
-            return  # its place has been taken already
-        worker.lost = reason
-        log.error("%s %s; reassigning its %d groups", worker.name, reason, worker.num_groups)
-        kill_actor(actor)
         self._notify()
 
     def _notify(self) -> None:
@@ -655,9 +621,8 @@ class Fleet:
         self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """The run is over: groups that are under way fail, the end of a worker is no loss, and none is waited for."""
+        """The run is over: groups fail, the end of a worker is no loss, and nothing waits for one."""
         self._is_closed = True
         self._notify()
         for worker in self._workers:
-            if worker.client is not None:
-                worker.client.close()
+            worker.close()

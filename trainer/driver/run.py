@@ -27,15 +27,14 @@ from trainer.driver.actors import start_actors, start_phase
 from trainer.driver.checkpointing import log_resumed, prepare_run_dir
 from trainer.driver.cluster import Cluster
 from trainer.driver.evaluation import Evaluator, pinned_versions
+from trainer.driver.loops import TrainingRun
 from trainer.driver.preflight import PreflightResult, log_inputs, look_again, preflight
 from trainer.driver.state import RunState
-from trainer.driver.training_run import TrainingRun
 from trainer.errors import CheckpointError, ConfigurationError, ModelError, first_cause, note_log, one_line
 from trainer.learner import checkpoint
-from trainer.telemetry import session as environment
-from trainer.telemetry import session as telemetry
+from trainer.telemetry import session
 from trainer.telemetry.last_words import ACTOR_LOGS
-from trainer.telemetry.session import ExitReason, Summary, write_summary
+from trainer.telemetry.session import ExitReason, Summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -53,13 +52,13 @@ log = logging.getLogger(__name__)
 EXIT_CODES: dict[ExitReason, int] = {"completed": 0, "accuracy_reached": 0, "failed": 1, "interrupted": 130}
 
 START_ERRORS = (ConfigurationError, DataError, ModelError, CheckpointError)
-"""What they say is that a run cannot begin as it is configured (exit code 2)."""
+"""A run cannot begin as it is configured (exit code 2)."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the end that a scheduler asks for, and a terminal that is closed (not with `nohup`, which ignores it)."""
 SAME_SIGNAL_S = 1.0
 """Signals closer together count as one: a terminal and a parent process may both pass the same Ctrl-C on."""
 _MIN_STEPS = 5
-"""So many, and two more for each step of staleness, and `trainer.advise` has something to say."""
+"""`trainer.advise` needs so many, and two more for each step of staleness."""
 
 
 def run(cfg: RunConfig, *, started_at: float) -> int:
@@ -74,19 +73,20 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
     checked = preflight(cfg)
     console = Console(file=sys.stdout)
     state = RunState(started_at=started_at, wall_clock=time.time)
-    with telemetry.claimed_run_dir(cfg, console) as run_dir:
+    with session.claimed_run_dir(cfg, console) as run_dir:
         checked = look_again(cfg, checked, run_dir.checkpoints)
+        run_dir.write_config(cfg)  # not before: it sets the one of the last start aside
         log_inputs(cfg, checked.inputs)
         if checked.resumed is not None:
             log_resumed(cfg, checked.resumed)
             state.load_state_dict(checked.resumed.state["run"])
         with (
             # Earlier records are not cut yet: see `prepare_run_dir`.
-            telemetry.opened(cfg, run_dir, console) as sinks,
+            session.opened(cfg, run_dir, console) as sinks,
             _summary(cfg, state, run_dir),
         ):
-            started = environment.describe(device=checked.backend.name, resumed_from_step=state.resumed_from_step)
-            environment.append(run_dir.environment, started)
+            started = session.describe(device=checked.backend.name, resumed_from_step=state.resumed_from_step)
+            session.append(run_dir.environment, started)
             sinks.progress.update(step=state.step)
             sinks.progress.note(f"run directory: {run_dir.path}")
             sinks.progress.note(f"objective: {describe_objective(cfg.algorithm)}")
@@ -102,7 +102,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
 
 
 class TrainingFailed(RuntimeError):
-    """Training had begun, so its cause is no fault of the configuration, whatever its type (exit code 1)."""
+    """Training had begun, so the configuration is not the cause, whatever the type of the error (exit code 1)."""
 
 
 class Driver:
@@ -124,7 +124,7 @@ class Driver:
                 await work
             except asyncio.CancelledError:
                 if self._failure is not None:
-                    raise self._failure  # noqa: B904 - it was interrupted on its way out, and has a cause of its own
+                    raise self._failure  # noqa: B904 - it was interrupted on its way out, and has its own cause
                 if self._state.stop_reason != "interrupted":
                     raise
 
@@ -140,7 +140,7 @@ class Driver:
             return
         log.warning("interrupted: stopping now")
         if self._failure is None:
-            self._state.stop_reason = "interrupted"  # whatever it was: this run does not end in order
+            self._state.stop_reason = "interrupted"  # whatever it was before
         work.cancel()
 
     async def _work(self) -> None:
@@ -169,7 +169,7 @@ class Driver:
     async def _with_cluster(self, model: asyncio.Task[None]) -> None:
         cfg, progress, tracer = self._cfg, self._telemetry.progress, self._telemetry.tracer
         actors, placement = await compose.create_actors(
-            cfg, self._checked.placement, self._checked.backend, version=self._state.step - 1
+            cfg, self._checked.placement, self._checked.backend, version=self._state.version - 1
         )
         self._checked = checked = replace(self._checked, placement=placement)
         coordinator = compose.make_coordinator(cfg, actors)
@@ -183,8 +183,8 @@ class Driver:
             with start_phase(progress, tracer, "opening weight sync"):
                 await coordinator.open()
                 await devices.acquire_for_training()
-                await devices.publish(self._state.step)
-                live = await devices.sync(self._state.step)
+                await devices.publish(self._state.version)
+                live = await devices.sync(self._state.version)
                 if cfg.weight_sync.self_test:
                     await coordinator.self_test()
             # Not before: a start that fails must not cost what earlier processes did.
@@ -208,7 +208,7 @@ class Driver:
         except Exception as error:
             self._is_training = False  # an interrupt does not wait for what comes now
             self._failure, state.stop_reason = _as_failure(error, state.step), "failed"
-            await training.train_loop.emergency_save()
+            await training.emergency_save()
             if self._failure is error:
                 raise
             raise self._failure from error
@@ -231,7 +231,8 @@ class Driver:
             pin_versions=partial(pinned_versions, coordinator=coordinator, workers=workers),
             generate=workers.evaluate,
             members=workers.engine_states,
-            first_version=state.step,
+            interrupted=state.interrupted,
+            first_version=state.version,
         )
         return TrainingRun(
             cfg,
@@ -244,7 +245,6 @@ class Driver:
             devices=devices,
             evaluator=evaluator,
             live=live,
-            wait_for_engine=workers.wait_for_engine,
         )
 
 
@@ -260,13 +260,12 @@ def _as_failure(error: Exception, step: int) -> Exception:
 
 async def _start_cluster(cfg: RunConfig, checked: PreflightResult, last_words: Mapping[str, object]) -> Cluster:
     """Start Ray in a thread that the process does not wait for, since Ray has no deadline for an address that takes
-    connections and does not answer. The kernel ends Ray's processes with the thread that started them, so it stays.
+    connections and does not respond. The kernel ends Ray's processes with the thread that started them, so it stays.
 
-    A start that is cancelled is finished first, or nobody would stop it; for that it has `trainer.shutdown_timeout_s`.
+    A start that is cancelled is finished first, or nothing would stop it; it has `trainer.shutdown_timeout_s` for that.
 
     Raises:
-        TimeoutError: Ray has not answered within `trainer.startup_timeout_s`, beside `ray.placement_timeout_s` on a
-            cluster that is joined.
+        TimeoutError: after `trainer.startup_timeout_s`, and `ray.placement_timeout_s` more on a cluster that is joined.
     """
     limit_s = cfg.trainer.startup_timeout_s + (cfg.ray.placement_timeout_s if cfg.ray.address != "local" else 0.0)
     outcome: concurrent.futures.Future[Cluster] = concurrent.futures.Future()
@@ -274,7 +273,7 @@ async def _start_cluster(cfg: RunConfig, checked: PreflightResult, last_words: M
     def work() -> None:
         try:
             outcome.set_result(Cluster.start(cfg, checked.placement, checked.backend, last_words=last_words))
-        except BaseException as error:  # noqa: BLE001 - whoever waits raises it
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
             outcome.set_exception(error)
         threading.Event().wait()
 
@@ -289,8 +288,8 @@ async def _start_cluster(cfg: RunConfig, checked: PreflightResult, last_words: M
         raise
     if not start.done():
         raise TimeoutError(
-            f"Ray at ray.address={cfg.ray.address} gave no answer for {limit_s:g} s; look at its host and port, or "
-            "raise trainer.startup_timeout_s"
+            f"Ray at ray.address={cfg.ray.address} timed out after {limit_s:g} s; check its host and port, or increase "
+            "trainer.startup_timeout_s"
         )
     return start.result()
 
@@ -299,7 +298,7 @@ async def _start_cluster(cfg: RunConfig, checked: PreflightResult, last_words: M
 def _on_signals(interrupt: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """`SIGNALS` call `interrupt` in the event loop while the block runs.
 
-    Yields a function that puts the handlers in place again, for after somebody else has put theirs there.
+    Yields a function that puts the handlers in place again after others have replaced them.
     """
     loop = asyncio.get_running_loop()
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -319,7 +318,7 @@ def _on_signals(interrupt: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]:
-    """Write summary.json when the block ends, also when it fails. A disk that refuses it is told in the log."""
+    """Write summary.json when the block ends, also when it fails. A disk that refuses it is logged."""
     error = ""
     try:
         yield
@@ -352,7 +351,7 @@ def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]
             error=error,
         )
         try:
-            write_summary(run_dir.summary, summary)
+            session.write_summary(run_dir.summary, summary)
         except OSError as refused:  # what was trained is safe, and this is no reason to fail
             log.warning("%s is not written: %s", run_dir.summary, refused)
 
@@ -363,12 +362,13 @@ def _exit_reason(state: RunState) -> ExitReason:
 
 def _say_goodbye(console: Console, state: RunState, run_dir: RunDir, *, max_staleness: int) -> None:
     """How it ended, as the last line; before it the way to `trainer.advise`, where the run made enough steps for it."""
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     last = state.reached if state.stop_reason == "accuracy_reached" else state.last_evaluation
     own = state.step - (state.resumed_from_step or 0)
     steps = f"{state.step} steps in" if own == state.step else f"{state.step} steps, {own} of them in this process, in"
     parts = [f"{_exit_reason(state).replace('_', ' ')}: {steps} {state.time_s:.0f} s"]
     if state.stop_reason == "completed" and state.step == state.resumed_from_step:
-        parts.append("nothing was left to train, raise trainer.total_steps to go on")
+        parts.append("nothing was left to train, increase trainer.total_steps to continue")
     if last is not None and state.first_accuracy is not None:
         of_sets = [f", {name} {begin:.3f} -> {end:.3f}" for name, (begin, end) in state.set_accuracies.items()]
         parts.append(
@@ -377,14 +377,12 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir, *, max_stal
     if state.stop_reason == "interrupted":
         saved = checkpoint.find_latest(run_dir.checkpoints)
         if saved is None:
-            text = "no checkpoint was saved, so the same command begins anew"
+            say("no checkpoint was saved, so the same command starts from the beginning")
         else:
-            text = f"to go on from {saved.name}: the same command with run_dir={shlex.quote(str(run_dir.path))}"
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
+            say(f"to resume from {saved.name}: the same command with run_dir={shlex.quote(str(run_dir.path))}")
     if state.failed_responses.num_failed:
-        console.print(f"warning: {state.failed_responses}", highlight=False, soft_wrap=True, markup=False)
+        say(f"warning: {state.failed_responses}")
     parts.append(f"see {run_dir.path}")
     if own >= _MIN_STEPS + 2 * max_staleness:
-        command = f"python -m trainer.advise {shlex.quote(str(run_dir.path))}"
-        console.print(f"who waited for whom: {command}", highlight=False, soft_wrap=True, markup=False)
-    console.print("; ".join(parts), highlight=False, soft_wrap=True, markup=False)
+        say(f"who waited for whom: python -m trainer.advise {shlex.quote(str(run_dir.path))}")
+    say("; ".join(parts))

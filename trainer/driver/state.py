@@ -97,33 +97,25 @@ class EvalMetrics:
 
         The name of a reward may be a path; as part of a metric's name it is one word.
         """
-        prefix = f"eval/{name}/" if name else "eval/"
-        whole = {} if name else {"version": self.version, "time_s": self.time_s}
-        stderr = {} if self.accuracy_stderr is None else {"accuracy_stderr": self.accuracy_stderr}
         numbers: dict[str, object] = {
-            **{f"pass_at/{k}": value for k, value in self.pass_at.items()},
-            "num_samples": self.num_samples,
-            "tokens_mean": self.tokens_mean,
-            "accuracy": self.accuracy,
-            "num_prompts": self.num_prompts,
-            "truncated_frac": self.truncated_frac,
-            **whole,
-            **stderr,
-            **{f"reward/part/{part}": mean for part, mean in self.reward_parts.items()},
-            **{
-                f"{number}/{reward.replace('/', '.')}": value
-                for reward, numbers in self.by_reward.items()
-                for number, value in numbers.items()
-            },
+            key: value
+            for key, value in asdict(self).items()
+            if value is not None and key not in ("pass_at", "reward_parts", "by_reward", *(SHARED if name else ()))
         }
-        return {prefix + key: value for key, value in numbers.items()}
+        numbers |= {f"pass_at/{k}": value for k, value in self.pass_at.items()}
+        numbers |= {f"reward/part/{part}": mean for part, mean in self.reward_parts.items()}
+        for reward, own in self.by_reward.items():
+            numbers |= {f"{number}/{reward.replace('/', '.')}": value for number, value in own.items()}
+        return {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in numbers.items()}
 
     def line(self) -> dict[str, object]:
         """Its part of a line of evaluations.jsonl."""
-        numbers = asdict(self)
-        for shared in ("version", "time_s"):
-            del numbers[shared]
+        numbers = {key: value for key, value in asdict(self).items() if key not in SHARED}
         return {**numbers, "pass_at": {str(k): value for k, value in self.pass_at.items()}}
+
+
+SHARED = ("version", "time_s")
+"""What is the same for all sets of an evaluation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +126,10 @@ class RunState:
     """Unix time of the process start, in seconds."""
     wall_clock: Callable[[], float]
     step: int = 0
-    """Optimizer steps done; the policy's version is the same number."""
+    """Optimizer steps done."""
+    version: int = 0
+    """Of the policy that these steps made: one per step that changed it, so not of those that train a critic alone or
+    were skipped."""
     live_version: int = 0
     """Newest version that is live on the engines."""
     resumed_from_step: int | None = None
@@ -145,16 +140,16 @@ class RunState:
     """The one that reached `trainer.stop_at_accuracy`."""
     set_accuracies: dict[str, tuple[float, float]] = field(default_factory=dict)
     """First and last one of each of `task.eval_sets`."""
-    unreported: list[Mapping[str, object]] = field(default_factory=list)
-    """Metrics of evaluations that ended and wait for the next line."""
+    unreported: Mapping[str, object] = field(default_factory=dict)
+    """Metrics of the newest evaluation, until a line has them."""
     num_failed_evaluations: int = 0
     discarded_tokens: int = 0
     failed_responses: FailedResponses = field(default_factory=FailedResponses)
     phase: Phase = Phase.GENERATING
     stop_reason: ExitReason | None = None
-    """Why the run is to end after the step that runs now; None while it goes on."""
+    """Why the run ends after the step that runs now; None while it continues."""
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
-    """The loops are not even to wait for the next batch. Also set where another reason to stop came first."""
+    """The loops do not even wait for the next batch. Also set where another reason to stop came first."""
 
     @property
     def time_s(self) -> float:
@@ -169,7 +164,7 @@ class RunState:
     @property
     def needs_engines(self) -> bool:
         """Until all steps are trained and the last version is live; engines only evaluate from then on."""
-        return self.phase is not Phase.TRAINED or self.live_version < self.step
+        return self.phase is not Phase.TRAINED or self.live_version < self.version
 
     def advance(self, phase: Phase) -> None:
         self.phase = max(self.phase, phase)
@@ -196,17 +191,18 @@ class RunState:
         if self.first_accuracy is None:
             self.first_accuracy = main.accuracy
         self.last_evaluation = main
-        self.unreported.append({key: value for name, one in scores.items() for key, value in one.flatten(name).items()})
+        self.unreported = {key: value for name, one in scores.items() for key, value in one.flatten(name).items()}
 
     def take_evaluation(self) -> Mapping[str, object]:
         """Metrics of the newest evaluation that ended since the last call; empty if none did."""
-        ended, self.unreported[:] = list(self.unreported), []
-        return ended[-1] if ended else {}
+        ended, self.unreported = self.unreported, {}
+        return ended
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able."""
         return {
             "step": self.step,
+            "version": self.version,
             "first_accuracy": self.first_accuracy,
             "last_evaluation": None if self.last_evaluation is None else asdict(self.last_evaluation),
             "set_accuracies": {name: list(pair) for name, pair in self.set_accuracies.items()},
@@ -214,7 +210,8 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = self.live_version = self.resumed_from_step = int(state["step"])
+        self.step = self.resumed_from_step = int(state["step"])
+        self.version = self.live_version = policy_version(state)
         self.first_accuracy = state["first_accuracy"]
         self.num_failed_evaluations = state.get("num_failed_evaluations", 0)
         self.set_accuracies = {name: (first, last) for name, (first, last) in state.get("set_accuracies", {}).items()}
@@ -223,3 +220,8 @@ class RunState:
             known = {one.name: last[one.name] for one in fields(EvalMetrics) if one.name in last}
             last = EvalMetrics(**{**known, "pass_at": {int(k): value for k, value in last.get("pass_at", {}).items()}})
         self.last_evaluation = last
+
+
+def policy_version(state: Mapping[str, Any]) -> int:
+    """Of a checkpoint's `RunState.state_dict`. Older ones have none: every step made a version then."""
+    return int(state.get("version", state["step"]))

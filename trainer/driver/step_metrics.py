@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from rollout.buffer.buffer_stats import BufferStats
     from rollout.types import Group, Trajectory
     from trainer.data.batch import TrainBatch
@@ -20,13 +23,18 @@ if TYPE_CHECKING:
 
 COHORT_WINDOW = 16
 """The latest complete cohorts that are compared together."""
+SYNC_FIELDS = (
+    *("pack_s", "seal_s", "lease_s", "pull_s", "attest_s", "drain_s", "pause_s", "commit_s", "resume_s"),
+    *("end_to_end_s", "num_runs", "num_retries", "num_stalls", "replicas_live", "replicas_skipped"),
+)
+"""Of a report, under the names of their metrics."""
 LENGTH_WINDOW_GROUPS = 256
 """Length bias compares the latest generated and trained groups: at least so many, of whole steps, since both sides
 order the groups of a step differently."""
 
 
 class StepMetrics:
-    """Turns what the loops observe into the metrics of a step. One event loop, no threads."""
+    """Turns what the loops observe into the metrics of a step."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.queue = QueueTimer(clock=clock)
@@ -46,6 +54,7 @@ class StepMetrics:
         batch: TrainBatch,
         result: StepResult,
         *,
+        version: int,
         max_staleness: int,
         wait_for_batch_s: float,
         wait_for_eval_s: float,
@@ -54,6 +63,7 @@ class StepMetrics:
         """Metrics of one step, without those of the queue, and of what only the driver's state and the buffer know.
 
         Args:
+            version: of the policy before the step.
             wait_for_batch_s: for how long the learner had no batch.
             wait_for_eval_s: part of it, while an evaluation ran.
             wait_for_sync_s: for how long the new weights were packed.
@@ -62,12 +72,12 @@ class StepMetrics:
         step_s = max(now - self._last_at, 1e-9)
         self._last_at = now
         generated, self._generated_tokens = self._generated_tokens, 0
-        self.lengths.trained(groups, batch, max_staleness=max_staleness)
+        self.lengths.trained(groups, batch, version=version, max_staleness=max_staleness)
         learner_s = max(result.seconds["step"], 1e-9)
         num_scored = sum(t.num_generated_tokens for g in groups for t in g.trajectories if t.status != "failed")
         return {
-            **batch_stats(groups, batch.step),
-            **token_ages(batch, max_staleness=max_staleness),
+            **batch_stats(groups, version),
+            **token_ages(batch, version=version, max_staleness=max_staleness),
             **{name if "/" in name else f"learner/{name}": metric.mean for name, metric in result.metrics.items()},
             **{f"learner/{phase}_s": seconds for phase, seconds in result.seconds.items()},
             "learner/num_samples": batch.num_samples,
@@ -91,73 +101,70 @@ class StepMetrics:
 
 def model_flops_utilization(result: StepResult) -> dict[str, float]:
     """MFU: operations of the policy's forward and backward, over what all learner devices could do in the seconds that
-    the slowest rank computed the step, optimizer, reference and critic included. Time in which the learner waits is not
-    in it. Nothing where either side is not known."""
+    the slowest rank computed the step, optimizer, reference and critic included; waits are left out. Empty where either
+    side is not known."""
     if result.model_flops is None or result.peak_flops is None:
         return {}
     return {"perf/mfu": result.model_flops / max(result.seconds["step"], 1e-9) / result.peak_flops}
 
 
-def batch_stats(groups: Sequence[Group], step: int) -> dict[str, float]:
+def batch_stats(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Metrics of the groups of one step, before anything is left out of training.
 
     Rewards are the raw ones (before overlong shaping) of the trajectories that have one, outcome and turns together.
-    Greedy baselines count in `reward/greedy_mean` alone. The staleness of a group is `step` minus its start version,
-    in policy versions. Keys whose value would be undefined (no scored trajectory) are absent.
+    Greedy baselines count in `reward/greedy_mean` alone. The staleness of a group is `version`, which the step trains,
+    minus its start version. Keys whose value would be undefined (no scored trajectory) are absent.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     if not trajectories:
         return {}
-    scored = [t for t in trajectories if t.status != "failed"]
-    lengths = np.array([t.num_generated_tokens for t in trajectories], np.float64)
-    group_ages = np.array([step - g.start_version for g in groups], np.float64)
+    lengths = [t.num_generated_tokens for t in trajectories]
+    group_ages = [version - g.start_version for g in groups]
     stats = {
-        "response/tokens_mean": float(lengths.mean()),
-        "response/tokens_max": float(lengths.max()),
-        "response/truncated_frac": sum(t.status == "truncated" for t in trajectories) / len(trajectories),
-        "staleness/group_mean": float(group_ages.mean()),
-        "staleness/group_max": float(group_ages.max()),
-        "reward/zero_variance_frac": sum(g.has_equal_rewards for g in groups) / len(groups),
+        "response/tokens_mean": _mean(lengths),
+        "response/tokens_max": float(max(lengths)),
+        "response/truncated_frac": _mean([t.status == "truncated" for t in trajectories]),
+        "staleness/group_mean": _mean(group_ages),
+        "staleness/group_max": float(max(group_ages)),
+        "reward/zero_variance_frac": _mean([g.has_equal_rewards for g in groups]),
+        **_agent_stats(trajectories),
     }
-    stats |= _agent_stats(trajectories)
-    if scored:
-        rewards = np.array([t.total_reward for t in scored], np.float64)
-        stats |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    if scored := [t for t in trajectories if t.status != "failed"]:
+        rewards = [t.total_reward for t in scored]
+        stats |= {"reward/mean": _mean(rewards), "reward/std": float(np.std(np.array(rewards, np.float64)))}
         for name in sorted({name for t in scored for name in t.reward_parts}):
-            parts = [t.reward_parts[name] for t in scored if name in t.reward_parts]
-            stats[f"reward/part/{name}"] = float(np.mean(parts))
-        stats |= _turn_rewards(scored)
+            stats[f"reward/part/{name}"] = _mean([t.reward_parts[name] for t in scored if name in t.reward_parts])
+        if any(of_turns := [sum(t.turn_rewards.tolist()) for t in scored]):  # an environment rewarded some
+            stats["reward/turns_mean"] = _mean(of_turns)
     if baselines := [g.baseline.total_reward for g in groups if g.baseline is not None]:
-        stats["reward/greedy_mean"] = float(np.mean(baselines))
+        stats["reward/greedy_mean"] = _mean(baselines)
     return stats
 
 
-def _turn_rewards(scored: Sequence[Trajectory]) -> dict[str, float]:
-    """Absent where no environment rewarded a turn."""
-    rewards = [sum(t.turn_rewards.tolist()) for t in scored]
-    return {"reward/turns_mean": float(np.mean(rewards))} if any(rewards) else {}
-
-
 def _agent_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns and calls of tools. Absent where every answer is one turn and nobody counts calls. An answer whose agent
+    """Turns and tool calls. Absent where every response is one turn and no agent counts calls. A response whose agent
     failed has neither, and does not count."""
     turns = [t.num_generated_turns for t in trajectories if t.num_generated_turns]
     used = [t.tool_use for t in trajectories if t.tool_use is not None]
     stats: dict[str, float] = {}
     if turns and (used or max(turns) > 1):
-        stats["agent/turns_mean"] = float(np.mean(turns))
+        stats["agent/turns_mean"] = _mean(turns)
     if used:
-        stats["agent/tool_calls_mean"] = float(np.mean([one.num_calls for one in used]))
+        stats["agent/tool_calls_mean"] = _mean([one.num_calls for one in used])
         stats["agent/tool_errors"] = float(sum(one.num_errors for one in used))
     return stats
 
 
-def token_ages(batch: TrainBatch, *, max_staleness: int) -> dict[str, object]:
-    """How old the tokens that carry loss are, in policy versions: the step minus the version that sampled them. Mean,
-    largest, median, 90th percentile, and the fractions at every age from 0 to S (each age that occurs beyond it would
-    be a bug, and is shown). Without such tokens a mean and a largest of 0, and nothing else."""
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(np.array(values, np.float64)))
+
+
+def token_ages(batch: TrainBatch, *, version: int, max_staleness: int) -> dict[str, object]:
+    """How old the tokens that carry loss are, in policy versions: `version`, which the step trains, minus the one that
+    sampled them. Mean, largest, median, 90th percentile, and the fractions at every age from 0 to S (an age beyond it
+    would be a bug, and is shown). Without such tokens a mean and a largest of 0, and nothing else."""
     versions = [micro.versions[micro.loss_mask] for rank in batch.micro_batches for micro in rank]
-    ages = batch.step - np.concatenate([np.empty(0, np.int32), *versions])
+    ages = version - np.concatenate([np.empty(0, np.int32), *versions])
     if len(ages) == 0:
         return {"staleness/mean": 0.0, "staleness/max": 0.0}
     tokens, total = np.bincount(ages, minlength=max_staleness + 1), len(ages)
@@ -189,8 +196,8 @@ class LengthBiasMonitor:
             [int(t.loss_mask[sequence].sum()) for t in group.trajectories for sequence in t.sequences()]
         )
 
-    def trained(self, groups: Sequence[Group], batch: TrainBatch, *, max_staleness: int) -> None:
-        """The step of `batch` trained these groups; cohorts that no later step can train are complete."""
+    def trained(self, groups: Sequence[Group], batch: TrainBatch, *, version: int, max_staleness: int) -> None:
+        """A step trained these groups on `version`; cohorts that no later version can train are complete."""
         micro_batches = [micro for rank in batch.micro_batches for micro in rank]
         counts = [np.add.reduceat(micro.loss_mask, micro.cu_seqlens[:-1], dtype=np.int64) for micro in micro_batches]
         self._trained.append([length for count in counts for length in count.tolist() if length])
@@ -202,40 +209,33 @@ class LengthBiasMonitor:
         for group in groups:
             lengths = self._open[group.start_version].setdefault(batch.step, [])
             lengths += [t.num_generated_tokens for t in group.trajectories]
-        for version in sorted(v for v in self._open if v + max_staleness <= batch.step):
-            self._complete.append(self._open.pop(version))
+        for start in sorted(start for start in self._open if start + max_staleness <= version):
+            self._complete.append(self._open.pop(start))
 
     def record(self) -> dict[str, float]:
         """Metrics; those of cohorts only once one is complete."""
-        record = {"length_bias/ks": ks_distance(_flat(self._generated), _flat(self._trained))}
+        flat = itertools.chain.from_iterable
+        record = {"length_bias/ks": ks_distance([*flat(self._generated)], [*flat(self._trained)])}
         early = [n for cohort in self._complete for n in cohort[min(cohort)]]
         everything = [n for cohort in self._complete for lengths in cohort.values() for n in lengths]
-        if sum(everything) == 0:
-            return record
-        ratio = (sum(early) / len(early)) / (sum(everything) / len(everything))
-        return {
-            **record,
-            "length_bias/early_ks": ks_distance(early, everything),
-            "length_bias/early_length_ratio": ratio,
-        }
+        if sum(everything):
+            ratio = (sum(early) / len(early)) / (sum(everything) / len(everything))
+            record["length_bias/early_ks"] = ks_distance(early, everything)
+            record["length_bias/early_length_ratio"] = ratio
+        return record
 
 
-def _flat(sides: Iterable[Sequence[int]]) -> list[int]:
-    return [length for lengths in sides for length in lengths]
-
-
-def ks_distance(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> float:
+def ks_distance(a: Sequence[int], b: Sequence[int]) -> float:
     """Kolmogorov-Smirnov distance between two samples of lengths, in [0, 1]; 0 if either is empty."""
-    a, b = np.sort(np.asarray(a, np.int64)), np.sort(np.asarray(b, np.int64))
-    if not a.size or not b.size:
+    if not a or not b:
         return 0.0
     points = np.union1d(a, b)
-    cdf_a, cdf_b = (np.searchsorted(side, points, side="right") / side.size for side in (a, b))
+    cdf_a, cdf_b = (np.searchsorted(np.sort(side), points, side="right") / len(side) for side in (a, b))
     return float(np.max(np.abs(cdf_a - cdf_b)))
 
 
 class QueueTimer:
-    """Follows every group from its admission to its step. One event loop, no threads."""
+    """Follows every group from its admission to its step."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -257,8 +257,8 @@ class QueueTimer:
         self._times[group_id]["claimed"] = self._clock()
 
     def finished(self, group: Group) -> None:
-        """It waits for its step. Nothing will be learned from responses without a reward, nor from what agent loops
-        gave up of the others: both are counted here."""
+        """It waits for its step. What is not trained of it, responses without a reward and what agent loops gave up of
+        the others, is counted here."""
         self._count_running(-1)
         self._times[group.group_id]["finished"] = self._clock()
         for trajectory in group.generated:
@@ -274,7 +274,7 @@ class QueueTimer:
         self._lost["filtered_tokens"] += group.num_generated_tokens
 
     def failed(self, group_id: int, outcome: Literal["retried", "dropped"]) -> None:
-        """An attempt raised. Its tokens stayed where it failed, so the time that it took is counted instead."""
+        """An attempt raised. Its tokens stayed where it failed, so its time is counted instead."""
         self._count_running(-1)
         now = self._clock()
         self._lost[f"{outcome}_s"] += now - self._times.pop(group_id)["claimed"]
@@ -345,28 +345,13 @@ def _queue_waits(times: Sequence[Mapping[str, float]], groups: Sequence[Group]) 
     return means | {f"queue/{name}_max": max(values) for name, values in waits.items() if values}
 
 
-def sync_record(report: SyncReport, *, version_lag: int) -> dict[str, object]:
+def sync_record(report: SyncReport) -> dict[str, object]:
     """Metrics of the last sync that ended."""
     return {
-        "sync/pack_s": report.pack_s,
-        "sync/seal_s": report.seal_s,
-        "sync/lease_s": report.lease_s,
-        "sync/pull_s": report.pull_s,
+        **{f"sync/{name}": getattr(report, name) for name in SYNC_FIELDS},
+        "sync/bytes": report.nbytes,
         "sync/pull_gb_per_s": report.pull_bytes_per_s / 1e9,
         **{f"sync/pull_s/learner_{rank}": seconds for rank, seconds in report.pull_by_source.items()},
-        "sync/attest_s": report.attest_s,
-        "sync/drain_s": report.drain_s,
-        "sync/pause_s": report.pause_s,
-        "sync/commit_s": report.commit_s,
-        "sync/resume_s": report.resume_s,
-        "sync/end_to_end_s": report.end_to_end_s,
-        "sync/bytes": report.nbytes,
-        "sync/num_runs": report.num_runs,
-        "sync/num_retries": report.num_retries,
-        "sync/num_stalls": report.num_stalls,
-        "sync/replicas_live": report.replicas_live,
-        "sync/replicas_skipped": report.replicas_skipped,
-        "sync/version_lag": version_lag,
         **{f"sync/counter/{name}": count for name, count in report.counters.items()},
     }
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import first_cause, one_line
 from trainer.remote import call, kill_actor
 from weight_sync.errors import PublisherLost, VersionUnavailable, WeightSyncError
-from weight_sync.types import ReplicaTimes, SyncReport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
     from trainer.learner.group import LearnerGroup
     from trainer.telemetry.trace import Tracer
     from weight_sync.coordinator import SyncCoordinator
+    from weight_sync.types import SyncReport
 
 
 log = logging.getLogger(__name__)
@@ -27,6 +26,11 @@ log = logging.getLogger(__name__)
 
 class DedicatedDevices:
     """Learners and engines have separate devices: everything at any time."""
+
+    must_sync = False
+    """Whether engines need a sync after a step that left the policy as it was."""
+    offload_s = 0.0
+    """Part of the last `publish` in which the learner's memory left the devices."""
 
     def __init__(self, coordinator: SyncCoordinator) -> None:
         self._coordinator = coordinator
@@ -45,11 +49,6 @@ class DedicatedDevices:
     async def sync(self, version: int) -> SyncReport:
         return await self._coordinator.sync(version)
 
-    @property
-    def offload_s(self) -> float:
-        """Part of the last `publish` in which the learner's memory left the devices."""
-        return 0.0
-
     def record(self) -> dict[str, object]:
         """Metrics of the last turns."""
         return {}
@@ -60,6 +59,9 @@ class ColocatedDevices(DedicatedDevices):
 
     What stays on a device all the time: two contexts, the arena with the packed weights, captured graphs.
     """
+
+    must_sync = True
+    """It is what wakes the engines, and brings back the weights that they dropped in sleep mode."""
 
     def __init__(
         self,
@@ -74,15 +76,15 @@ class ColocatedDevices(DedicatedDevices):
     ) -> None:
         """
         Args:
-            engines: actors by name; whoever restarts one puts it in here.
-            sleep_timeout_s: deadline of an engine that is to enter sleep mode.
+            engines: actors by name; a restart puts the new one in here.
+            sleep_timeout_s: deadline of an engine to enter sleep mode.
         """
         super().__init__(coordinator)
         self._learner, self._engines = learner, engines
         self._tracer, self._kill, self._clock = tracer, kill, clock
         self._sleep_timeout_s = sleep_timeout_s
         self._devices = asyncio.Lock()
-        """Held by the learner until its version has been moved, and by whoever needs the engines active meanwhile."""
+        """Held by the learner until its version has been moved, and while something else needs the engines active."""
         self._engines_updated = asyncio.Event()
         """The engines have taken what the learner published last."""
         self._engines_updated.set()
@@ -138,7 +140,7 @@ class ColocatedDevices(DedicatedDevices):
             yield
 
     @property
-    def offload_s(self) -> float:
+    def offload_s(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._record.get("devices/offload_s", 0.0)
 
     def record(self) -> dict[str, object]:
@@ -146,24 +148,23 @@ class ColocatedDevices(DedicatedDevices):
 
     async def _put_to_sleep(self) -> None:
         """Engines that are lost, or fail to enter sleep mode, are killed: they would keep their memory. The next sync
-        sees who is gone, and the others go on."""
-        members = self._coordinator.members
-        names = [name for name, state in members.items() if state == "live"]
-        for name in members.keys() - set(names):
-            self._kill(self._engines[name])
-        hint = "increase weight_sync.timeout_s if it was on its way"
-        calls = (
-            call(self._engines[name].sleep.remote(), timeout_s=self._sleep_timeout_s, who=name, what="sleep", hint=hint)
-            for name in names
-        )
-        failures = {
-            name: result
-            for name, result in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True)
-            if isinstance(result, BaseException)
-        }
-        for name, error in failures.items():
-            log.warning("%s did not fall asleep and is ended: %s", name, one_line(first_cause(error)))
-            self._kill(self._engines[name])
+        notices, and the others continue."""
+
+        async def sleep(name: str, actor: Any) -> None:
+            hint = "increase weight_sync.timeout_s if it was on its way"
+            try:
+                await call(actor.sleep.remote(), timeout_s=self._sleep_timeout_s, who=name, what="sleep", hint=hint)
+            except Exception as error:  # noqa: BLE001 - whatever it is, its memory must go
+                log.warning("%s did not enter sleep mode and is killed: %s", name, one_line(first_cause(error)))
+                self._kill(actor)
+
+        live = list[str]()
+        for name, state in self._coordinator.members.items():
+            if state == "live":
+                live.append(name)
+            else:
+                self._kill(self._engines[name])
+        await asyncio.gather(*(sleep(name, self._engines[name]) for name in live))
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
@@ -171,16 +172,6 @@ class ColocatedDevices(DedicatedDevices):
         with self._tracer.span("devices", what):
             yield
         self._record[f"devices/{what}_s"] = self._clock() - began
-
-
-OnLive = Callable[[SyncReport], Awaitable[None]]
-WaitForEngine = Callable[[Exception], Awaitable[None]]
-"""(why no engine took a version): returns when it may be tried again; raises that error if none comes back."""
-
-
-async def raise_error(error: Exception) -> None:
-    """Where lost engines are not restarted."""
-    raise error
 
 
 class WeightUpdater:
@@ -194,28 +185,25 @@ class WeightUpdater:
         self,
         devices: DedicatedDevices,
         *,
-        on_live: OnLive,
+        on_live: Callable[[SyncReport], Awaitable[None]],
+        wait_for_engine: Callable[[Exception], Awaitable[None]],
         tracer: Tracer,
         first: SyncReport,
-        wait_for_engine: WaitForEngine = raise_error,
     ) -> None:
-        """`first` is the report of the version that is live already."""
-        self._devices = devices
-        self._on_live = on_live
-        self._wait_for_engine = wait_for_engine
-        self._tracer = tracer
+        """
+        Args:
+            wait_for_engine: (why no engine took a version) returns when it may be tried again; raises that error if
+                no engine comes back.
+            first: the report of the version that is live already.
+        """
+        self._devices, self._tracer = devices, tracer
+        self._on_live, self._wait_for_engine = on_live, wait_for_engine
         self._waiting: int | None = None
         self._is_packing = False
         self._published = self._live = first.version
         self._changed = asyncio.Condition()
-        self.num_superseded = 0
         self.last_report = first
         """Of the last sync that ended."""
-
-    @property
-    def live_version(self) -> int:
-        """Newest version that every healthy engine generates from."""
-        return self._live
 
     async def publish(self, version: int) -> float:
         """Pack `version` on all learner ranks; returns the seconds that took.
@@ -224,10 +212,9 @@ class WeightUpdater:
             WeightSyncError: a rank could not pack.
         """
         if self._waiting is not None:
-            # Nobody has begun to read it, so its slot may be taken; `run` must not begin while it is overwritten.
+            # No engine has begun to read it, so its slot may be taken; `run` must not begin while it is overwritten.
             log.debug("version %d supersedes %d before it was moved", version, self._waiting)
             self._waiting = None
-            self.num_superseded += 1
         # Stays so if the pack fails: that ends the run, and `run` must not end it first with what followed from it.
         self._is_packing = True
         with self._tracer.span("sync", f"pack v{version}"):
@@ -243,7 +230,7 @@ class WeightUpdater:
         started again. Unblocked by: cancellation, or the deadlines of sync and restart.
 
         Raises:
-            PublisherLost: a learner is gone; no engine can help.
+            PublisherLost: a learner is gone, which no engine can replace.
             WeightSyncError, TimeoutError: no engine took a version, and none comes back.
         """
         while True:
@@ -253,7 +240,6 @@ class WeightUpdater:
             assert version is not None
             report = await self._move(version)
             if report is None:
-                self.num_superseded += 1
                 continue
             self.last_report = report
             await self._on_live(report)
@@ -295,7 +281,9 @@ class WeightUpdater:
             await self._changed.wait_for(lambda: self._live >= self._published)
 
     def _trace(self, report: SyncReport, started_at: float) -> None:
-        self._tracer.add_span(
+        """The sync, and of each replica the bytes and digests on the way to it and the pause of its generation."""
+        span = self._tracer.add_span
+        span(
             "sync",
             f"sync v{report.version}",
             start_s=started_at,
@@ -305,23 +293,12 @@ class WeightUpdater:
             gb_per_s=report.pull_bytes_per_s / 1e9,
             **{f"learner_{rank}_s": seconds for rank, seconds in report.pull_by_source.items()},
         )
+        version = f"v{report.version}"
         for name, times in report.replicas.items():
-            self._trace_replica(f"v{report.version}", name, times, started_at)
-
-    def _trace_replica(self, version: str, name: str, times: ReplicaTimes, started_at: float) -> None:
-        """Where a replica was: bytes and digests on the way to it, and the pause of its generation."""
-        pulled_at = started_at + times.pull_at_s
-        attested_at = pulled_at + times.pull_s
-        live_at = started_at + times.live_at_s
-        for what, begin, end in (
-            ("pull", pulled_at, attested_at),
-            ("digests", attested_at, attested_at + times.attest_s),
-        ):
-            self._tracer.add_span("sync", f"{what} {version} {name}", start_s=begin, end_s=end, overlapping=True)
-        self._tracer.add_span(
-            f"engine {name}",
-            f"paused for {version}",
-            start_s=live_at - times.pause_s,
-            end_s=live_at,
-            drain_s=times.drain_s,
-        )
+            pulled_at, live_at = started_at + times.pull_at_s, started_at + times.live_at_s
+            attested_at = pulled_at + times.pull_s
+            attested = attested_at + times.attest_s
+            span("sync", f"pull {version} {name}", start_s=pulled_at, end_s=attested_at, overlapping=True)
+            span("sync", f"digests {version} {name}", start_s=attested_at, end_s=attested, overlapping=True)
+            paused_at = live_at - times.pause_s
+            span(f"engine {name}", f"paused for {version}", start_s=paused_at, end_s=live_at, drain_s=times.drain_s)

@@ -182,11 +182,12 @@ class LearnerActor:
         self,
         micro_batches: Sequence[MicroBatch],
         step: int,
+        version: int,
         group_rewards: Sequence[GroupRewards] | None = None,
         num_loss_tokens: int = 0,
     ) -> StepResult:
         return self._parts.learner.train_step(
-            micro_batches, step=step, group_rewards=group_rewards, num_loss_tokens=num_loss_tokens
+            micro_batches, step=step, version=version, group_rewards=group_rewards, num_loss_tokens=num_loss_tokens
         )
 
     def save(self, path: str, step: int) -> None:

@@ -312,13 +312,13 @@ def loss_inputs(batch: MicroBatch, logprobs_L: Tensor) -> LossInputs:
     )
 
 
-def token_ages(batch: MicroBatch, *, step: int, device: torch.device) -> Tensor:
-    """Version that step `step` starts with minus the version that sampled the token: int64[L], >= 0. Raises ValueError
-    if a token is younger than the weights that are trained on it."""
-    age_L = step - batch.versions[batch.loss_mask].astype(np.int64)
+def token_ages(batch: MicroBatch, *, version: int, device: torch.device) -> Tensor:
+    """The version that is trained minus the one that sampled the token: int64[L], >= 0. Raises ValueError if a token is
+    younger than the weights that are trained on it."""
+    age_L = version - batch.versions[batch.loss_mask].astype(np.int64)
     if age_L.size and age_L.min() < 0:
         raise ValueError(
-            f"a token was sampled by version {step - int(age_L.min())}, but step {step} trains version {step}; "
+            f"a token was sampled by version {version - int(age_L.min())}, but version {version} is trained; "
             "engines can only have versions that the learner has made"
         )
     return to_device(age_L, device)

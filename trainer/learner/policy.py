@@ -87,6 +87,7 @@ class PolicyTrainer:
         micro_batches: Sequence[MicroBatch],
         *,
         step: int,
+        version: int | None = None,
         group_rewards: Sequence[GroupRewards] | None = None,
         num_loss_tokens: int = 0,
     ) -> StepResult:
@@ -97,6 +98,7 @@ class PolicyTrainer:
         whose gradient is not finite is skipped on every rank: nothing is updated, and `skipped_steps` is 1.
 
         Args:
+            version: of the policy before the step; None where every step before it made one.
             group_rewards: of the whole step, where advantages are finished here (`algorithm.finishes_on_ranks`).
             num_loss_tokens: of the whole step; only a critic needs it.
 
@@ -131,7 +133,8 @@ class PolicyTrainer:
         metrics: dict[str, Metric] = {}
         norms: dict[str, float] = {}
         if trains_policy:
-            sums = self._policy_gradients(batches, references, targets, values, step=step, timer=timer)
+            trained = step if version is None else version
+            sums = self._policy_gradients(batches, references, targets, values, version=trained, timer=timer)
             norms["learner"] = sums["grad_sq"] ** 0.5
             metrics = policy_metrics(sums, correction=cfg.algorithm.correction)
             metrics["grad_norm"] = Metric(sum=norms["learner"])
@@ -154,6 +157,7 @@ class PolicyTrainer:
         return StepResult(
             step=step,
             metrics=metrics,
+            is_policy_changed=trains_policy and not is_skipped,
             seconds=timer.seconds(),
             model_flops=self._model_flops.of_batches(micro_batches) if self._model_flops and trains_policy else None,
             peak_flops=self._peak_flops,
@@ -166,7 +170,7 @@ class PolicyTrainer:
         targets: Sequence[ValueTargets],
         values: ValueSums,
         *,
-        step: int,
+        version: int,
         timer: PhaseTimer,
     ) -> dict[str, float]:
         """Forward and backward of every micro-batch; the sums of `policy_metrics` over all ranks, and `grad_sq`."""
@@ -174,7 +178,7 @@ class PolicyTrainer:
         for index, batch in enumerate(batches):
             self._built.policy.set_is_last_backward(index == len(batches) - 1)  # pyright: ignore[reportCallIssue]
             output = self._built.forward(batch)
-            loss, parts = self._loss(batch, output, step=step, reference_T=references[index])
+            loss, parts = self._loss(batch, output, version=version, reference_T=references[index])
             sums.add(parts)
             if output.values_L is not None:
                 loss = loss + self._cfg.critic.value_coef * values.loss(output.values_L, batch, targets[index])
@@ -188,13 +192,13 @@ class PolicyTrainer:
         return sums.reduce(self._optimizers[""].grad_sq_sum(), counts)
 
     def _loss(
-        self, batch: MicroBatch, output: PolicyOutput, *, step: int, reference_T: np.ndarray | None
+        self, batch: MicroBatch, output: PolicyOutput, *, version: int, reference_T: np.ndarray | None
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Weighted sum of the token losses of a micro-batch, and its part of the sums of the step."""
         algorithm, mask = self._cfg.algorithm, batch.loss_mask
         inputs, weight_L, keep_L, correction = correct(
             loss_inputs(batch, output.logprobs_L),
-            age_L=token_ages(batch, step=step, device=self.device),
+            age_L=token_ages(batch, version=version, device=self.device),
             config=algorithm.correction,
         )
         loss_L, stats = policy_loss(inputs, config=algorithm)
@@ -254,7 +258,7 @@ class PolicyTrainer:
             self._critic.targets([batch], [rewards_T], ValueSums(num_loss_tokens=0, clip=None))
         self._built.policy.set_is_last_backward(True)  # pyright: ignore[reportCallIssue]
         output = self._built.forward(batch)
-        loss, _ = self._loss(batch, output, step=0, reference_T=None)
+        loss, _ = self._loss(batch, output, version=0, reference_T=None)
         if output.values_L is not None:
             loss = loss + 0.0 * output.values_L.sum()
         loss.backward()

@@ -41,6 +41,8 @@ class StepResult:
     seconds: Mapping[str, float]
     """`reference` and `critic` (if there is one), `advantages` (where they are finished without a critic), `forward`,
     `backward`, `optimizer` (reduction and clipping included) and `step`."""
+    is_policy_changed: bool = True
+    """Not where only the critic is trained, or the step was skipped."""
     model_flops: float | None = None
     """Operations of the policy's forward and backward (`ModelFlops`): of this rank's micro-batches, from a
     `LearnerGroup` of all ranks. The reference, a separate critic and the optimizer are not counted. None where the

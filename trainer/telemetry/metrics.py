@@ -129,7 +129,12 @@ LEARNER: Rows = (
 
 TRAINING: Rows = (
     ("step", "steps", "Optimizer steps so far, resumes included; the line describes the last one.", "+1 per line"),
-    ("version", "versions", "Policy version produced by this step.", "= step"),
+    (
+        "version",
+        "versions",
+        "Policy version after this step; one that trains the critic alone, or is skipped, produces none.",
+        "+1 per line",
+    ),
     ("time_s", "s", "Since the process started; restarts at 0 after a resume.", "grows within a process"),
     ("reward/mean", "reward", "Mean reward of the step's responses, before shaping and loss filters.", "rises"),
     ("reward/std", "reward", "Standard deviation of these rewards.", "> 0"),
@@ -300,7 +305,7 @@ REQUIRED: tuple[str, ...] = (
     "step", "version", "time_s", "reward/mean", "staleness/max", "staleness/mean", "discarded_tokens",
     "perf/rollout_tokens_per_s", "perf/train_tokens_per_s", "time/wait_for_batch_s", "time/wait_for_sync_s",
     "time/engines_idle_s", "time/backpressure_s",
-    "sync/pack_s", "sync/pull_s", "sync/pause_s", "sync/version_lag",
+    "sync/version_lag",
 )  # fmt: skip
 """On every line. `eval/accuracy` and `eval/version` are on the lines where an evaluation ended."""
 
@@ -375,7 +380,7 @@ TensorBoard (`tensorboard --logdir RUN_DIR/tb`), and with `telemetry.wandb` to
   without a trained token, means of tokens in `learner/` and `staleness/` are 0.
 - Times in `learner/` are of the slowest rank, each for itself: together they can be more than `learner/step_s`.
 - `sync/` is about the newest version that was live when the step ended, usually the one before the step's own; several
-  short steps may show the same one.
+  short steps may show the same one. A step that left the policy as it was has `sync/version_lag` alone.
 - A run that is resumed appends. Lines of steps after the checkpoint are cut first, because those steps run again.
 - A line is on disk as soon as it is written. A crash can at most leave one incomplete line at the end, which the next
   process cuts.

@@ -64,14 +64,22 @@ class RunDir:
 
     def write_config(self, config: RunConfig) -> None:
         """Write config.yaml. A different one of an earlier process is kept as config.N.yaml, and the log lists what has
-        changed."""
+        changed.
+
+        Raises:
+            ConfigurationError: it cannot be written. A directory that this process has made is removed.
+        """
         text = dump_yaml(config)
-        if self.config.exists() and (earlier := self.config.read_text(encoding="utf-8")) != text:
-            number = next(n for n in range(1, 10_000) if not (self.path / f"config.{n}.yaml").exists())
-            kept = self.path / f"config.{number}.yaml"
-            self.config.rename(kept)
-            _log_changes(earlier, config, kept=kept)
-        write_atomically(self.config, text)
+        try:
+            if self.config.exists() and (earlier := self.config.read_text(encoding="utf-8")) != text:
+                number = next(n for n in range(1, 10_000) if not (self.path / f"config.{n}.yaml").exists())
+                kept = self.path / f"config.{number}.yaml"
+                self.config.rename(kept)
+                _log_changes(earlier, config, kept=kept)
+            write_atomically(self.config, text)
+        except OSError as error:
+            self.discard()
+            raise ConfigurationError([cannot_be_written(self.path, error)]) from error
 
     def check(self) -> None:
         """Raises `RunDirLost` if the directory is not there any more, or not ours."""

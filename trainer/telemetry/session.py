@@ -126,13 +126,12 @@ class Telemetry:
 
 @contextlib.contextmanager
 def claimed_run_dir(cfg: RunConfig, console: Console) -> Iterator[RunDir]:
-    """The run directory with its lock, its configuration file and its log, until the block ends."""
+    """The run directory with its lock and its log, until the block ends."""
     run_dir = open_run_dir(cfg)
     with contextlib.ExitStack() as stack:
         stack.callback(run_dir.close)
         try:
             stack.enter_context(logging_to(run_dir.log, level=cfg.telemetry.log_level, console=console))
-            run_dir.write_config(cfg)
         except OSError as error:
             run_dir.discard()
             raise ConfigurationError([cannot_be_written(run_dir.path, error)]) from error
@@ -274,11 +273,11 @@ def write_summary(path: Path, summary: Summary) -> None:
     write_atomically(path, json.dumps(to_jsonable(summary), indent=2) + "\n")
 
 
-def cut_records(run_dir: RunDir, *, after_step: int) -> None:
-    """The run resumes from the checkpoint of `after_step`: later steps are computed again."""
+def cut_records(run_dir: RunDir, *, after_step: int, after_version: int) -> None:
+    """The run resumes from a checkpoint of this step and policy version: later steps are computed again."""
     removed = truncate_after(run_dir.metrics, after_step)
     # By version: the result of a version that stays is valid, however late it came.
-    truncate_after(run_dir.evaluations, after_step, key="version")
+    truncate_after(run_dir.evaluations, after_version, key="version")
     log.info("resuming after step %d: %d later lines cut from %s", after_step, removed, run_dir.metrics)
 
 

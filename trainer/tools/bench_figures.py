@@ -176,6 +176,7 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan
         raise TooShort(f"{len(records)} steps ended and the first {plan.warmup} do not count; allow more time")
     tokens = [record["learner/num_tokens"] for record in steady]
     step_s = [record["perf/step_s"] for record in steady]
+    synced = [record for record in steady if "sync/pull_s" in record]
     learning_s = _mean(steady, "learner/step_s")
     engines = engine_rate(records, spans, plan)
     generated, full = _mean(steady, "learner/num_loss_tokens"), engines.full_tokens_per_s
@@ -200,9 +201,9 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan
         learner_waits_for_sync_s=_mean(steady, "time/wait_for_sync_s"),
         engines_idle_s=_mean(steady, "time/engines_idle_s"),
         devices_change_hands_s=sum(_mean(steady, name) for name in HANDOVER if name in steady[0]),
-        sync_pause_s=MinMeanMax.of([record["sync/pause_s"] for record in steady]),
-        sync_end_to_end_s=MinMeanMax.of([record["sync/end_to_end_s"] for record in steady]),
-        sync_pull_s=MinMeanMax.of([record["sync/pull_s"] for record in steady]),
+        sync_pause_s=MinMeanMax.of([record["sync/pause_s"] for record in synced]),
+        sync_end_to_end_s=MinMeanMax.of([record["sync/end_to_end_s"] for record in synced]),
+        sync_pull_s=MinMeanMax.of([record["sync/pull_s"] for record in synced]),
         staleness_mean=_mean(steady, "staleness/mean"),
         staleness_max=max(record["staleness/max"] for record in steady),
         model_tflop=flops / 1e12,

@@ -266,7 +266,7 @@ def _step_line(record: Record, setup: Setup) -> StepLine:
         data_wait_s=max(0.0, float(record["time/wait_for_batch_s"]) - evaluation_wait_s),
         evaluation_wait_s=evaluation_wait_s,
         sync_wait_s=float(record["time/wait_for_sync_s"]),
-        pack_s=float(record["sync/pack_s"]),
+        pack_s=total("sync/pack_s"),  # absent where a step left the policy as it was
         engines_idle_s=maybe("time/engines_idle_s"),
         slot_wait_s=maybe("time/backpressure_s"),
         time_s=maybe("time_s"),

@@ -51,16 +51,16 @@ async def group(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Asyn
 
 
 async def test_group_trains_saves_and_resumes_through_ray(group: LearnerGroup, tmp_path: Path) -> None:
-    first = await group.train_step(_batch(0))
+    first = await group.train_step(_batch(0), version=0)
     batch = _batch(0)
     assert first.metrics["num_tokens"].mean == batch.num_tokens
     assert first.metrics["num_loss_tokens"].mean == batch.num_loss_tokens
     tmp = begin(tmp_path / "checkpoints", 1)
     await group.save(tmp, step=1)
     path = commit(tmp, {})
-    second = await group.train_step(_batch(1))
+    second = await group.train_step(_batch(1), version=1)
     assert await group.load(path) == 1
-    again = await group.train_step(_batch(1))
+    again = await group.train_step(_batch(1), version=1)
     assert again.metrics == second.metrics
     described = [await rank.call("ws_describe", timeout_s=30.0) for rank in group.ranks]
     assert all(isinstance(info, bytes) and b"model.norm.weight" in info for info in described)
@@ -74,11 +74,13 @@ async def test_errors_keep_their_type_and_a_killed_rank_is_named_at_once(group: 
     bad_part = replace(part, advantages=np.where(part.loss_mask, np.inf, 0).astype(np.float32))
     bad = replace(good, micro_batches=(good.micro_batches[0], (bad_part, bad_part)))
     for _ in range(3):
-        assert (await group.train_step(bad)).metrics["skipped_steps"].sum == 1, "on both ranks, for one that is bad"
+        result = await group.train_step(bad, version=0)
+        assert result.metrics["skipped_steps"].sum == 1, "on both ranks, for one that is bad"
+        assert not result.is_policy_changed
     with pytest.raises(TrainingDiverged, match=r"learner rank [01]: gradient norm of step 0"):
-        await group.train_step(bad)
+        await group.train_step(bad, version=0)
     assert not group.is_broken, "it can still save"
-    await group.train_step(good)
+    await group.train_step(good, version=0)
     ray.kill(group.ranks[1].actor)
     with pytest.raises(LearnerError, match=r"learner rank 1 died in train_step"):
-        await group.train_step(good)
+        await group.train_step(good, version=0)

@@ -70,6 +70,7 @@ class ScriptedRank:
         self,
         micro_batches: Sequence[MicroBatch],
         step: int,
+        version: int,
         group_rewards: Sequence[GroupRewards] | None = None,
         num_loss_tokens: int = 0,
     ) -> StepResult:

@@ -35,8 +35,8 @@ from tests.simulation.bench.actors import ScriptedRank, ScriptedWorker
 from trainer.driver.actors import make_buffer
 from trainer.driver.evaluation import Evaluator
 from trainer.driver.fleet import Fleet
+from trainer.driver.loops import TrainingRun
 from trainer.driver.state import RunState
-from trainer.driver.training_run import TrainingRun
 from trainer.driver.weight_updates import DedicatedDevices
 from trainer.learner.group import LearnerGroup
 from trainer.telemetry.run_dir import open_run_dir
@@ -213,16 +213,25 @@ async def _train(
     source = PromptSource(_prompts(case.prompt_tokens), seed=0, shuffle=True)
     fleet = Fleet({}, workers, group_timeout_s=REQUEST_TIMEOUT_S)
     sync: Any = _Sync(workers)
+    state = RunState(started_at=time.time(), wall_clock=time.time)
+    nothing: Any = None
     training = TrainingRun(
         cfg,
-        RunState(started_at=time.time(), wall_clock=time.time),
+        state,
         telemetry,
         source=source,
         buffer=make_buffer(cfg, None, source),
         workers=fleet,
         learner=learner,
         devices=DedicatedDevices(sync),
-        evaluator=Evaluator(cfg, (), pin_versions=_nothing, generate=fleet.evaluate, members=dict),
+        evaluator=Evaluator(
+            cfg,
+            (),
+            pin_versions=nothing,
+            generate=fleet.evaluate,
+            members=dict,
+            interrupted=state.interrupted,
+        ),
         live=sync_report(0),
     )
     samples.look(training)
@@ -231,10 +240,6 @@ async def _train(
     finally:
         training.buffer.close()
     return training
-
-
-def _nothing(*_: Any) -> Any:
-    raise AssertionError("the benchmark does not evaluate")
 
 
 def _prompts(num_tokens: int) -> PromptSet:

@@ -185,6 +185,7 @@ def new_buffer(world: World, version: int = 0) -> RolloutBuffer:
         max_staleness=world.max_staleness,
         max_retries=2,
         max_filtered_batches_per_step=1000,
+        step=version,
         version=version,
     )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.config.schema import RunConfig
-    from trainer.driver.training_run import TrainingRun
+    from trainer.driver.loops import TrainingRun
 
 
 @pytest.fixture

@@ -1,37 +1,47 @@
-"""Engines and rollout workers that are lost, pinned and come back, and what is sent to whom; in virtual time."""
+"""Engines and rollout workers that are lost, pinned, silent and back, and what is sent to whom; in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from rollout.engine.interface import EngineStatus
+from rollout.engine.interface import EngineStatus, EngineTimes
 from rollout.errors import WorkerLost
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import FleetView, WorkerReport
-from rollout.types import Group, Prompt, RolloutRequest, SamplingParams
-from tests.fakes.local_actor import LocalActor, Ref, ServesGroups
-from tests.fakes.virtual_time import run_virtual
+from rollout.types import Group, Prompt, RolloutRequest, SamplingParams, Trajectory
+from rollout.worker.group_server import FLUSH_S, MAX_BYTES
+from tests.fakes.engine_client import FakeEngine
+from tests.fakes.local_actor import LocalActor, Ref, ServesGroups, watched
+from tests.fakes.trajectories import make_turn
+from tests.fakes.virtual_time import in_virtual_time
+from tests.unit.rollout import test_worker
 from trainer.driver import fleet as fleet_module
-from trainer.driver.engine_monitor import POLL_S
+from trainer.driver.engine_monitor import POLL_S, EngineIdleMeter, load_metrics
 from trainer.driver.fleet import (
     WAIT_SLICE_S,
     AllEnginesLost,
     AllWorkersLost,
     Fleet,
-    RestartPolicy,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-ITEM = RolloutRequest(
-    group_id=3, prompt=Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer=""), start_version=0
-)
-PARAMS = SamplingParams(max_tokens=1)
+    from rollout.worker.worker import RolloutWorker
+
+
+def request(group_id: int) -> RolloutRequest:
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer="")
+    return RolloutRequest(group_id=group_id, prompt=prompt, start_version=0)
+
+
+ITEM = request(3)
 RESTART_S = 90.0
 RESET_S = 400.0
 """Instead of an hour."""
@@ -47,11 +57,11 @@ class Engine:
 
 
 class Worker(ServesGroups):
-    """Takes views until it is told to be silent, and notes them. Has no engine for its first `num_failures` groups."""
+    """Takes views unless it is silent, and notes them. Has no engine for its first `num_failures` groups."""
 
-    def __init__(self, num_failures: int = 0) -> None:
+    def __init__(self, num_failures: int = 0, *, refuses_views: bool = False) -> None:
         super().__init__()
-        self.num_failures = num_failures
+        self.num_failures, self.refuses_views = num_failures, refuses_views
         self.is_silent = False
         self.gave_up: dict[str, tuple[int, str]] = {}
         self.views: list[FleetView] = []
@@ -62,6 +72,8 @@ class Worker(ServesGroups):
     async def update(self, view: FleetView) -> WorkerReport:
         if self.is_silent:
             await asyncio.Event().wait()
+        if self.refuses_views:
+            raise RuntimeError("something else")
         self.views.append(view)
         return WorkerReport(limits={}, in_flight={}, num_queued=0, lost_engines=dict(self.gave_up))
 
@@ -142,78 +154,69 @@ class World:
     def lose_worker(self, index: int) -> None:
         self.fleet._workers[index].actor.die()
 
+    async def evaluate(self, engine: str) -> Any:
+        return await self.fleet.evaluate([], SamplingParams(max_tokens=1), engine, [])
+
     @property
     def states(self) -> Mapping[str, str]:
         return {name: record.state for name, record in self.fleet._table.items()}
 
 
-def play(make: Callable[[], World], body: Callable[[World], Awaitable[None]]) -> World:
-    """`body` beside the fleet's watch, whose failure is raised."""
-
-    async def run() -> World:
-        world = make()
-        watch = asyncio.create_task(
-            world.fleet.watch(needs_engines=lambda: not world.is_over, needs_groups=lambda: not world.is_over)
-        )
-        playing = asyncio.ensure_future(body(world))
-        done, _ = await asyncio.wait({watch, playing}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (watch, playing):
-            task.cancel()
-        await asyncio.gather(watch, playing, return_exceptions=True)
-        for task in done:
-            task.result()
-        return world
-
-    return run_virtual(run())
+@contextlib.asynccontextmanager
+async def watched_world(names: str, **how: Any) -> AsyncIterator[World]:
+    """A world under the fleet's watch, whose failure ends the block."""
+    world = World(names, **how)
+    async with asyncio.TaskGroup() as tasks:
+        needs = {"needs_engines": lambda: not world.is_over, "needs_groups": lambda: not world.is_over}
+        watch = tasks.create_task(world.fleet.watch(**needs))
+        yield world
+        watch.cancel()
 
 
-async def _wait(_: World) -> None:
-    await asyncio.sleep(1000.0)
+def now() -> float:
+    return asyncio.get_running_loop().time()
 
 
-def losing(*names: str, seconds: float = 1000.0) -> Callable[[World], Awaitable[None]]:
-    async def body(world: World) -> None:
-        world.lose(*names)
-        await asyncio.sleep(seconds)
-
-    return body
+def ends_with(error: type[Exception], words: str = "") -> Any:
+    return pytest.RaisesGroup(pytest.RaisesExc(error, match=words))
 
 
 # Engines
 
 
-def test_live_engines_are_left_alone() -> None:
-    world = play(lambda: World("ab"), _wait)
-    assert (world.tried, world.states) == ([], {"a": "live", "b": "live"})
-
-
-def test_lost_engines_are_restarted_side_by_side() -> None:
-    world = play(lambda: World("abc", outcomes=[True, True]), losing("a", "c"))
-    assert world.tried == ["a", "c"]
-    assert world.states == {"a": "live", "b": "live", "c": "live"}
-    assert world.ended_at == [pytest.approx(POLL_S + RESTART_S)] * 2
-
-
-def test_a_restart_that_fails_is_tried_again_until_the_limit_and_the_run_continues(
+@pytest.mark.parametrize(
+    ("lost", "outcomes", "max_restarts", "tried", "state"),
+    [
+        ("", (), 3, [], "live"),
+        ("ac", (True, True), 3, ["a", "c"], "live"),
+        ("a", (False, False, True), 3, ["a"] * 3, "live"),
+        ("a", (False,) * 3, 3, ["a"] * 3, "retired"),
+        ("a", (), 0, [], "retired"),
+    ],
+)
+@in_virtual_time
+async def test_lost_engines_are_restarted_concurrently_until_the_limit_and_the_run_continues(
     caplog: pytest.LogCaptureFixture,
+    lost: str,
+    outcomes: Sequence[bool],
+    max_restarts: int,
+    tried: list[str],
+    state: str,
 ) -> None:
-    world = play(lambda: World("ab", outcomes=[False] * 3), losing("a"))
-    assert world.tried == ["a"] * 3
-    assert world.states == {"a": "retired", "b": "live"}
-    assert "restart 3 of 3 failed (a): TimeoutError: a did not start; it stays out of this run" in caplog.text
+    async with watched_world("abc", outcomes=outcomes, max_restarts=max_restarts) as world:
+        world.lose(*lost)
+        await asyncio.sleep(1000.0)
+    assert (world.tried, world.states) == (tried, {"a": state, "b": "live", "c": "live"})
+    if len(lost) == 2:
+        assert world.ended_at == [pytest.approx(POLL_S + RESTART_S)] * 2
+    if tried and state == "retired":
+        for attempt, then in (("1 of 3", "it is tried again"), ("3 of 3", "it stays out of this run")):
+            assert f"restart {attempt} failed (a): TimeoutError: a did not start; {then}" in caplog.text
 
 
-def test_an_engine_that_is_lost_again_and_again_is_retired() -> None:
-    async def body(world: World) -> None:
-        for _ in range(20):
-            world.lose("a")
-            await asyncio.sleep(RESTART_S + 10.0)
-
-    assert play(lambda: World("ab", outcomes=[True] * 20, max_restarts=2), body).tried == ["a", "a"]
-
-
-def test_a_long_time_of_health_gives_the_restarts_back() -> None:
-    async def body(world: World) -> None:
+@in_virtual_time
+async def test_a_long_time_of_health_gives_the_restarts_back() -> None:
+    async with watched_world("ab", outcomes=[True] * 9, max_restarts=1) as world:
         for _ in range(4):
             world.lose("a")
             await asyncio.sleep(RESTART_S + RESET_S + 10.0)
@@ -222,198 +225,151 @@ def test_a_long_time_of_health_gives_the_restarts_back() -> None:
         await asyncio.sleep(RESTART_S + RESET_S / 2)
         world.lose("a")
         await asyncio.sleep(RESTART_S + RESET_S)
-
-    world = play(lambda: World("ab", outcomes=[True] * 9, max_restarts=1), body)
     assert len(world.tried) == 5
     assert world.states["a"] == "retired", "the last two losses were too close to each other"
 
 
-def test_no_engine_is_restarted_where_none_may_be() -> None:
-    assert play(lambda: World("ab", max_restarts=0), losing("a")).tried == []
+@pytest.mark.parametrize(("outcomes", "max_restarts"), [((False,) * 6, 3), ((), 0)])
+@in_virtual_time
+async def test_the_run_ends_with_the_reasons_when_no_engine_is_left(
+    caplog: pytest.LogCaptureFixture, outcomes: Sequence[bool], max_restarts: int
+) -> None:
+    words = rf"each had its {max_restarts} restarts .*: a is lost: weight sync: dead; b is lost: weight sync"
+    with ends_with(AllEnginesLost, words):
+        async with watched_world("ab", outcomes=outcomes, max_restarts=max_restarts) as world:
+            world.lose("a", "b")
+            while True:  # the watch has the reasons, and comes first
+                await world.fleet.wait_for_engine(OSError("no engine"))
+    assert sorted(world.tried) == ["a"] * max_restarts + ["b"] * max_restarts
+    if outcomes:
+        assert "all engines lost; waiting for a (weight sync: dead) to restart (attempt 1 of 3)" in caplog.text
 
 
-def test_the_run_ends_with_the_reasons_when_no_engine_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    worlds: list[World] = []
-
-    def make() -> World:
-        worlds.append(World("ab", outcomes=[False] * 6))
-        return worlds[0]
-
-    words = r"no engine is left, and each had its 3 restarts .*: a is lost: weight sync: dead; b is lost: weight"
-    with pytest.raises(AllEnginesLost, match=words):
-        play(make, losing("a", "b"))
-    assert sorted(worlds[0].tried) == ["a"] * 3 + ["b"] * 3
-    assert "all engines lost; waiting for a (weight sync: dead) to restart (attempt 1 of 3)" in caplog.text
-    with pytest.raises(AllEnginesLost):
-        play(lambda: World("a", max_restarts=0), losing("a", seconds=2 * POLL_S + 0.1))
-
-
-def test_once_training_is_over_no_engine_is_restarted_and_the_loss_of_all_is_no_failure(
+@in_virtual_time
+async def test_once_training_is_over_no_engine_is_restarted_and_the_loss_of_all_is_no_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def body(world: World) -> None:
+    async with watched_world("ab", outcomes=[True] * 9) as world:
         world.lose("a")
         await asyncio.sleep(RESTART_S / 2)
         world.is_over = True
         world.lose("b")
         await asyncio.sleep(1000.0)
-
-    world = play(lambda: World("ab", outcomes=[True] * 9), body)
     assert (world.tried, world.num_cancelled) == (["a"], 1)
     assert world.states == {"a": "retired", "b": "retired"}
     assert "the restart of a is cancelled: training is over" in caplog.text
     assert "b is lost (weight sync: dead); training is over, so it is not started again" in caplog.text
+    async with watched_world("ab", outcomes=[True, True]) as world:
+        world.lose("a", "b")
+        await asyncio.sleep(RESTART_S / 2)
+    assert world.num_cancelled == 2, "the end of the run ends restarts under way"
 
 
-def test_who_waits_for_an_engine_continues_when_one_is_back() -> None:
-    waits = list[float]()
-
-    async def body(world: World) -> None:
+@in_virtual_time
+async def test_a_wait_for_an_engine_ends_when_one_is_back_or_none_comes() -> None:
+    async with watched_world("a", outcomes=[False, True]) as world:
         world.lose("a")
         while world.fleet.lost_engines:
-            began = asyncio.get_running_loop().time()
+            began = now()
             await world.fleet.wait_for_engine(OSError("no engine"))
-            waits.append(asyncio.get_running_loop().time() - began)
-        assert asyncio.get_running_loop().time() == pytest.approx(world.ended_at[-1])
-
-    play(lambda: World("a", outcomes=[False, True]), body)
-    assert max(waits) <= WAIT_SLICE_S, "nobody waits without looking again"
-
-
-def test_who_waits_in_vain_is_told_why() -> None:
-    async def wait(world: World) -> None:
-        world.lose("a")
-        while True:
-            await world.fleet.wait_for_engine(OSError("no engine"))
-
-    async def alone() -> None:
-        await wait(World("a", max_restarts=0))
-
+            assert now() - began <= WAIT_SLICE_S, "no wait without looking again"
+        assert now() == pytest.approx(world.ended_at[-1])
+    alone = World("a", max_restarts=0)
+    alone.lose("a")
     with pytest.raises(OSError, match="no engine"):
-        run_virtual(alone())
-    with pytest.raises(AllEnginesLost):  # the watch has the reasons, and comes first
-        play(lambda: World("a", max_restarts=0), wait)
+        await alone.fleet.wait_for_engine(OSError("no engine"))
 
 
-def test_the_end_of_the_run_ends_restarts_under_way() -> None:
-    assert play(lambda: World("ab", outcomes=[True, True]), losing("a", "b", seconds=RESTART_S / 2)).num_cancelled == 2
+# Views and reports
 
 
-# What workers are told, and what they report
-
-
-def test_a_loss_reaches_every_worker_at_once_and_the_new_engine_with_its_handle() -> None:
-    first, second = Worker(), Worker()
-
-    async def body(world: World) -> None:
+@in_virtual_time
+async def test_a_loss_reaches_every_worker_at_once_and_the_new_engine_with_its_handle() -> None:
+    workers = [Worker(), Worker()]
+    async with watched_world("ab", outcomes=[True], workers=workers) as world:
         world.lose("a")
         world.fleet.exclude_lost_engines()
         await asyncio.sleep(0.01)
-        for worker in (first, second):
+        for worker in workers:
             assert worker.sees == {"a": "lost", "b": "live"}
             assert worker.views[-1].engines["a"].reason == "weight sync: dead"
         await asyncio.sleep(RESTART_S / 2)
-        assert first.sees == {"a": "starting", "b": "live"}
+        assert workers[0].sees == {"a": "starting", "b": "live"}
         await asyncio.sleep(RESTART_S)
-        for worker in (first, second):
+        for worker in workers:
             assert worker.sees == {"a": "live", "b": "live"}
             handles = [view.handles["a"] for view in worker.views if view.handles]
             assert handles == [world.engines["a"]], "sent once"
 
-    play(lambda: World("ab", outcomes=[True], workers=[first, second]), body)
 
-
-def test_what_one_worker_reports_lost_is_lost_for_all_unless_it_was_replaced_meanwhile() -> None:
+@in_virtual_time
+async def test_what_one_worker_reports_lost_is_lost_for_all_unless_it_was_replaced_meanwhile() -> None:
     first, second = Worker(), Worker()
-
-    async def body(world: World) -> None:
+    async with watched_world("ab", outcomes=[True], workers=[first, second]) as world:
         first.gave_up = {"a": (0, "a samples with policy version 3 although 4 is live")}
         await asyncio.sleep(2 * POLL_S)
         assert second.views[-1].engines["a"].reason.startswith("a samples with policy version 3")
         await asyncio.sleep(RESTART_S + 10.0)  # the report is still that of incarnation 0
         assert (world.states["a"], world.tried) == ("live", ["a"])
 
-    play(lambda: World("ab", outcomes=[True], workers=[first, second]), body)
 
-
-def test_a_pin_holds_once_every_worker_knows_and_until_the_last_is_taken_back() -> None:
+@in_virtual_time
+async def test_a_pin_holds_once_every_worker_knows_and_until_the_last_is_taken_back() -> None:
     worker, silent = Worker(), Worker()
-
-    async def restart_worker(_place: int, _number: int) -> LocalActor:
-        await asyncio.sleep(RESTART_S)
-        return LocalActor(Worker())
-
-    async def body(world: World) -> None:
+    async with watched_world("ab", workers=[worker, silent], restart_worker=_never) as world:
         fleet = world.fleet
         await fleet.pin("a")
         assert worker.sees == silent.sees == {"a": "pinned", "b": "live"}
         assert fleet.engine_states() == {"a": "live", "b": "live"}
-        assert not fleet.takes_training("a")
         await fleet.pin("a")
         fleet.unpin("a")
-        assert not fleet.takes_training("a")
+        assert world.states["a"] == "pinned"
         fleet.unpin("a")
-        assert fleet.takes_training("a")
+        assert world.states["a"] == "live"
         await asyncio.sleep(1.0)
         assert worker.sees["a"] == "live"
-        silent.is_silent, began = True, asyncio.get_running_loop().time()
+        silent.is_silent, began = True, now()
         await fleet.pin("b")
-        assert asyncio.get_running_loop().time() - began <= SILENCE_S / 2 + 1.0, "it is lost by then"
+        assert now() - began <= SILENCE_S / 2 + 1.0, "it is lost by then"
         assert fleet._workers[1].lost
+        world.lose("b")
+        fleet.unpin("b")
+        assert world.states["b"] == "lost", "it missed a version while it was pinned"
 
-    play(lambda: World("ab", workers=[worker, silent], restart_worker=restart_worker), body)
 
-
-def test_a_pin_that_a_live_worker_does_not_take_ends_with_its_deadline() -> None:
-    class Deaf(Worker):
-        async def update(self, view: FleetView) -> WorkerReport:
-            raise RuntimeError("something else")
-
-    async def body(world: World) -> None:
+@in_virtual_time
+async def test_a_pin_that_a_live_worker_does_not_take_ends_with_its_deadline() -> None:
+    async with watched_world("ab", workers=[Worker(), Worker(refuses_views=True)]) as world:
         with pytest.raises(TimeoutError, match="a pin of a timed out"):
             await world.fleet.pin("a")
         assert world.states == {"a": "live", "b": "live"}
 
-    play(lambda: World("ab", workers=[Worker(), Deaf()]), body)
 
-
-def test_an_engine_that_missed_a_version_while_it_was_pinned_stays_out() -> None:
-    async def body(world: World) -> None:
-        await world.fleet.pin("a")
-        world.lose("a")
-        world.fleet.unpin("a")
-        assert world.states["a"] == "lost"
-
-    play(lambda: World("ab"), body)
-
-
-def test_a_silent_worker_delays_neither_the_views_of_others_nor_restarts() -> None:
+@in_virtual_time
+async def test_a_silent_worker_delays_neither_the_views_of_others_nor_restarts() -> None:
     silent, other = Worker(), Worker()
-
-    async def body(world: World) -> None:
+    async with watched_world("ab", outcomes=[True], workers=[silent, other]) as world:
         await asyncio.sleep(1.0)
         silent.is_silent = True
         world.lose("a")
         await asyncio.sleep(2.0)
-        assert world.tried == ["a"]
-        assert other.sees["a"] == "starting"
-
-    play(lambda: World("ab", outcomes=[True], workers=[silent, other]), body)
+        assert (world.tried, other.sees["a"]) == (["a"], "starting")
 
 
 # Workers
 
 
-def test_a_slow_restart_delays_neither_the_watch_over_the_others_nor_their_restarts() -> None:
-    first, second = Worker(), Worker()
-    begun: list[tuple[int, float]] = []
+@in_virtual_time
+async def test_a_slow_restart_delays_neither_the_watch_over_the_others_nor_their_restarts() -> None:
+    first, second, begun = Worker(), Worker(), list[tuple[int, float]]()
 
     async def restart(place: int, _number: int) -> LocalActor:
-        begun.append((place, asyncio.get_running_loop().time()))
+        begun.append((place, now()))
         await asyncio.sleep(900.0 if place == 0 else 1.0)
         return LocalActor(Worker())
 
-    async def body(world: World) -> None:
+    workers = [first, second, Worker()]
+    async with watched_world("ab", outcomes=[True], workers=workers, restart_worker=restart) as world:
         first.is_silent = True
         await asyncio.sleep(SILENCE_S)
         second.is_silent = True
@@ -428,159 +384,493 @@ def test_a_slow_restart_delays_neither_the_watch_over_the_others_nor_their_resta
         assert world.fleet.load_record["fleet/worker_restarts"] == 2
         assert world.fleet.load_record["fleet/engine_restarts"] == 1
 
-    play(lambda: World("ab", outcomes=[True], workers=[first, second, Worker()], restart_worker=restart), body)
 
-
-def test_a_worker_that_dies_is_lost_at_once_and_the_first_call_finds_out() -> None:
-    async def body(world: World) -> None:
-        world.lose_worker(0)
-        await asyncio.sleep(2 * POLL_S)
-        assert world.fleet._workers[0].lost.startswith("died")
-        assert (await world.fleet.run_group(ITEM)).group_id == 3
-
-    play(lambda: World("a", workers=[Worker(), Worker()]), body)
-
-
-def test_a_worker_that_lived_for_long_has_all_its_restarts_again() -> None:
+@in_virtual_time
+async def test_a_worker_that_lived_for_long_has_all_its_restarts_again() -> None:
     numbers: list[int] = []
 
     async def restart(_place: int, number: int) -> LocalActor:
         numbers.append(number)
         return LocalActor(Worker())
 
-    async def body(world: World) -> None:
-        for _ in range(3):
-            await asyncio.sleep(RESET_S + 10.0)
+    with ends_with(AllWorkersLost, "after 1 restarts of each"):
+        async with watched_world("a", max_restarts=1, restart_worker=restart) as world:
+            for _ in range(3):
+                await asyncio.sleep(RESET_S + 10.0)
+                world.lose_worker(0)
+                await asyncio.sleep(10.0)
+                assert not world.fleet._workers[0].lost
+                assert (await world.fleet.run_group(ITEM)).group_id == 3
+            assert numbers == [1, 2, 3], "each actor has a name of its own"
             world.lose_worker(0)
             await asyncio.sleep(10.0)
-            assert not world.fleet._workers[0].lost
-        assert numbers == [1, 2, 3], "each actor has a name of its own"
-        world.lose_worker(0)
-        await asyncio.sleep(10.0)
-
-    with pytest.raises(AllWorkersLost, match="after 1 restarts of each"):
-        play(lambda: World("a", max_restarts=1, workers=[Worker()], restart_worker=restart), body)
 
 
-def test_without_a_worker_and_a_restart_the_run_ends_with_the_reasons_while_it_needs_groups(
+@in_virtual_time
+async def test_without_a_worker_and_a_restart_the_run_ends_with_the_reasons_while_it_needs_groups(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def restart(_place: int, _number: int) -> LocalActor:
         raise OSError("no memory")
 
-    def make() -> World:
-        return World("a", max_restarts=2, workers=[Worker()], restart_worker=restart)
-
-    async def lose(world: World) -> None:
-        world.lose_worker(0)
-        await asyncio.sleep(100.0)
-
-    with pytest.raises(AllWorkersLost, match=r"after 2 restarts of each \(rollout worker 0 .*no memory"):
-        play(make, lose)
-
-    async def lose_late(world: World) -> None:
+    with ends_with(AllWorkersLost, r"after 2 restarts of each \(rollout worker 0 .*no memory"):
+        async with watched_world("a", max_restarts=2, restart_worker=restart) as world:
+            world.lose_worker(0)
+            await asyncio.sleep(100.0)
+    async with watched_world("a", max_restarts=2, restart_worker=restart) as world:
         world.is_over = True
         world.lose_worker(0)
         await asyncio.sleep(100.0)
-        with pytest.raises(WorkerLost, match="none is started any more"):
+        with pytest.raises(WorkerLost, match="none is started again"):
             await world.fleet.run_group(ITEM)
-
-    play(make, lose_late)
     assert "no more evaluations, while the run ends anyway" in caplog.text
-
-
-def test_the_budget_is_the_same_for_everything_that_is_restarted() -> None:
-    policy = RestartPolicy(2)
-    assert [policy.begin("a"), policy.begin("a")] == [(1, "1 of 2"), (2, "2 of 2")]
-    assert policy.is_spent("a")
-    assert not policy.is_spent("b")
-    policy.on_healthy("a", 10.0)
-    policy.on_lost("a")
-    policy.on_healthy("a", RESET_S + 10.0)
-    assert policy.is_spent("a"), "it was lost between"
-    policy.on_healthy("a", 2 * RESET_S + 10.0)
-    assert policy.begin("a") == (3, "1 of 2")
 
 
 # Groups and evaluations
 
 
-def test_a_group_waits_for_an_engine_and_begins_again_as_it_was() -> None:
+@in_virtual_time
+async def test_a_group_waits_for_an_engine_and_begins_again_as_it_was_or_fails_with_the_reasons() -> None:
     worker = Worker(num_failures=3)
-
-    async def body(world: World) -> None:
+    async with watched_world("a", outcomes=[True], workers=[worker]) as world:
         world.lose("a")
         assert (await world.fleet.run_group(ITEM)).group_id == ITEM.group_id
-        assert world.fleet._workers[0].num_groups == 0
-
-    play(lambda: World("a", outcomes=[True], workers=[worker]), body)
-    assert worker.items == [ITEM] * 4
-
-
-def test_a_group_fails_with_the_reasons_where_no_engine_comes_back() -> None:
-    async def main() -> None:
-        world = World("a", max_restarts=0, workers=[Worker(num_failures=9)])
-        world.lose("a")
-        await world.fleet.run_group(ITEM)
-
+        assert (world.fleet._workers[0].num_groups, worker.items) == (0, [ITEM] * 4)
+    alone = World("a", max_restarts=0, workers=[Worker(num_failures=9)])
+    alone.lose("a")
     with pytest.raises(NoReplica, match="all 1 engines are excluded"):
-        run_virtual(main())
+        await alone.fleet.run_group(ITEM)
 
 
-def test_shares_of_an_evaluation_go_to_different_workers_and_may_take_longer_than_any_group() -> None:
+@in_virtual_time
+async def test_shares_of_an_evaluation_go_to_different_workers_and_may_take_longer_than_any_group() -> None:
     workers = [Worker(), Worker()]
-
-    async def body(world: World) -> None:
-        running = [asyncio.create_task(world.fleet.evaluate([], PARAMS, f"r{i}", [])) for i in range(4)]
+    async with watched_world("a", workers=workers) as world:
+        running = [asyncio.create_task(world.evaluate(f"r{i}")) for i in range(4)]
         await asyncio.sleep(500.0)
         assert [len(worker.evaluations) for worker in workers] == [2, 2]
-        for worker in workers:
-            worker.evaluation_over.set()
-        assert await asyncio.gather(*running) == [["answer"]] * 4
-
-    play(lambda: World("a", workers=workers), body)
-
-
-def test_an_evaluation_begins_again_on_another_worker() -> None:
-    workers = [Worker(), Worker()]
-
-    async def body(world: World) -> None:
-        running = asyncio.create_task(world.fleet.evaluate([], PARAMS, "a", []))
-        await asyncio.sleep(5.0)
         world.lose_worker(0)
         workers[1].evaluation_over.set()
-        assert await running == ["answer"]
-
-    play(lambda: World("a", workers=workers), body)
-    assert [worker.evaluations for worker in workers] == [["a"], ["a"]]
-
-
-def test_an_evaluation_that_is_not_needed_any_more_ends_at_its_worker() -> None:
-    worker = Worker()
-
-    async def body(world: World) -> None:
+        assert await asyncio.gather(*running) == [["answer"]] * 4, "it begins again where its worker is lost"
+        workers[1].evaluation_over.clear()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(100.0):
-                await world.fleet.evaluate([], PARAMS, "a", [])
+                await world.evaluate("a")
         await asyncio.sleep(0.1)
-        assert not [task for task in world.workers[0].tasks if "evaluate" in repr(task)]
+        left = [task for task in world.workers[1].tasks if "evaluate" in repr(task)]
+        assert not left, "it ends at its worker, too"
 
-    play(lambda: World("a", workers=[worker]), body)
 
-
-def test_nothing_waits_for_a_worker_after_the_end_of_the_run() -> None:
-    async def restart(_place: int, _number: int) -> LocalActor:
-        await asyncio.sleep(10_000.0)
-        raise AssertionError
-
-    async def body(world: World) -> None:
+@in_virtual_time
+async def test_nothing_waits_for_a_worker_after_the_end_of_the_run() -> None:
+    async with watched_world("a", restart_worker=_never) as world:
         world.lose_worker(0)
-        running = asyncio.create_task(world.fleet.evaluate([], PARAMS, "a", []))
+        running = asyncio.create_task(world.evaluate("a"))
         await asyncio.sleep(5.0)
         assert not running.done(), "one may come back"
         world.fleet.close()
-        for evaluation in (running, world.fleet.evaluate([], PARAMS, "a", [])):
+        for evaluation in (running, world.evaluate("a")):
             with pytest.raises(WorkerLost, match="no rollout worker is left"):
                 await evaluation
 
-    play(lambda: World("a", workers=[Worker()], restart_worker=restart), body)
+
+# Groups on their way to a worker and back
+
+
+def group_of(item: RolloutRequest, *, num_tokens: int = 4) -> Group:
+    turn = make_turn([], np.full(num_tokens, item.group_id, np.int32), [(0, num_tokens)])
+    answer = Trajectory.of_turns(
+        [turn], prompt_id="p", sample_index=0, reward=1.0, reward_parts={}, status="completed", timings={}
+    )
+    return Group(group_id=item.group_id, prompt_id=item.prompt.prompt_id, trajectories=[answer], start_version=0)
+
+
+class Server(ServesGroups):
+    """Takes `seconds[group_id]` for a group; counts calls."""
+
+    def __init__(self, seconds: dict[int, float] | float = 1.0, *, num_tokens: int = 4) -> None:
+        super().__init__()
+        self.seconds, self.num_tokens = seconds, num_tokens
+        self.submitted: list[list[int]] = []
+        self.answered: list[list[int]] = []
+        self.ran: list[int] = []
+        self.cancelled: list[int] = []
+        self.fails: dict[str, list[Exception]] = {"submit": [], "ended": []}
+        """What the next calls fail with."""
+        self.run_of: Callable[[RolloutRequest], Awaitable[Group]] | None = None
+
+    async def run_group(self, item: RolloutRequest) -> Group:
+        self.ran.append(item.group_id)
+        if self.run_of is not None:
+            return await self.run_of(item)
+        try:
+            await asyncio.sleep(self.seconds if isinstance(self.seconds, float) else self.seconds[item.group_id])
+        except asyncio.CancelledError:
+            self.cancelled.append(item.group_id)
+            raise
+        return group_of(item, num_tokens=self.num_tokens)
+
+    async def submit(self, items: Any, given_up: Any) -> None:
+        self.submitted.append([item.group_id for item in items.values()])
+        if self.fails["submit"]:
+            raise self.fails["submit"].pop()
+        await super().submit(items, given_up)
+
+    async def ended(self) -> Any:
+        if self.fails["ended"]:
+            raise self.fails["ended"].pop()
+        ended = await super().ended()
+        self.answered.append(sorted(group.group_id for group in ended.values() if isinstance(group, Group)))
+        return ended
+
+
+def serving(server: Server) -> tuple[Fleet, Callable[[int], asyncio.Task[Group]]]:
+    """A fleet of this worker, and what begins a group there."""
+    fleet = Fleet({}, [LocalActor(server)], group_timeout_s=100.0)
+    return fleet, lambda group_id: asyncio.create_task(fleet.run_group(request(group_id)))
+
+
+@pytest.mark.parametrize(
+    ("server", "num_groups", "num_answers", "ended_s"),
+    [
+        (Server(1.0), 100, 1, 1.0),  # what comes alone waits for nothing
+        (Server({i: 1.0 + i * FLUSH_S / 20 for i in range(1000)}), 1000, 1000 / 20 + 2, 1.0 + 52 * FLUSH_S),
+        (Server(1.0, num_tokens=MAX_BYTES // 8), 10, 10, 1.0 + FLUSH_S),  # what is full is not kept waiting
+    ],
+    ids=["together", "soon after another", "large"],
+)
+@in_virtual_time
+async def test_groups_travel_together_and_wait_a_moment_at_most(
+    server: Server, num_groups: int, num_answers: float, ended_s: float
+) -> None:
+    _, begin = serving(server)
+    groups = await asyncio.gather(*map(begin, range(num_groups)))
+    assert [group.group_id for group in groups] == list(range(num_groups))
+    assert [int(group.trajectories[0].token_ids[-1]) for group in groups] == list(range(num_groups))
+    assert server.submitted == [list(range(num_groups))]
+    assert len(server.answered) <= num_answers
+    assert now() <= ended_s + 1e-6
+
+
+@in_virtual_time
+async def test_a_group_that_is_given_up_ends_in_the_worker_and_the_others_do_not() -> None:
+    server = Server({0: 1_000.0, 1: 5.0, 2: 1_000.0, 3: 1.0, 4: 1.0})
+    fleet, begin = serving(server)
+    first, second, third = map(begin, range(3))
+    await asyncio.sleep(3.0)
+    first.cancel()
+    await asyncio.sleep(1.0)
+    assert server.cancelled == [0]
+    assert (await second).group_id == 1
+    with pytest.raises(TimeoutError, match="group 2 timed out after 160 s on rollout worker 0"):
+        await third
+    await asyncio.sleep(1.0)
+    assert server.cancelled == [0, 2]
+    fourth = begin(3)
+    await asyncio.sleep(0)
+    fifth = begin(4)  # while the call for the fourth is on its way
+    await asyncio.sleep(FLUSH_S / 4)
+    fifth.cancel()
+    await fourth
+    assert server.ran == [0, 1, 2, 3], "what was not sent yet is not begun"
+    client = fleet._workers[0]
+    assert (client.num_groups, client._waiting, client._cancelled) == (0, {}, [])
+    assert not server.server._running
+
+
+@in_virtual_time
+async def test_the_error_of_one_group_is_its_own_and_a_cancellation_inside_it_is_one() -> None:
+    class NoPickle(ValueError):
+        """Cannot leave its process: it is local to a function."""
+
+    server = Server()
+
+    async def run_of(item: RolloutRequest) -> Group:
+        if item.group_id == 1:
+            raise NoPickle("a defect")
+        inner = asyncio.create_task(asyncio.sleep(1.0))
+        if item.group_id == 2:
+            asyncio.get_running_loop().call_later(0.5, inner.cancel)
+        await inner
+        return group_of(item)
+
+    server.run_of = run_of
+    _, begin = serving(server)
+    first, second, third, fourth = await asyncio.gather(*map(begin, range(4)), return_exceptions=True)
+    assert (first.group_id, fourth.group_id) == (0, 3)
+    assert (type(second), str(second)) == (RuntimeError, "NoPickle: a defect")
+    assert isinstance(third, RuntimeError) and "was cancelled" in str(third)
+
+
+@pytest.mark.parametrize("call", ["submit", "ended"])
+@in_virtual_time
+async def test_a_call_that_fails_costs_the_groups_it_may_have_carried_and_no_others(call: str) -> None:
+    server = Server(5.0)
+    server.fails[call] = [OSError("too large to send")]
+    _, begin = serving(server)
+    with pytest.raises(OSError, match="too large to send"):
+        await begin(0)
+    assert (await begin(1)).group_id == 1
+    assert server.cancelled == ([0] if call == "ended" else [])
+    third = begin(2)
+    await asyncio.sleep(1.0)
+    server.fails["submit"] = [OSError("too large to send")]
+    third.cancel()
+    await asyncio.sleep(3.0)
+    assert server.cancelled[-1] == 2, "with the next call"
+
+
+@in_virtual_time
+async def test_a_lost_worker_fails_all_its_groups_at_once_and_is_never_called_again() -> None:
+    server = Server(50.0)
+    fleet, begin = serving(server)
+    running = [begin(group_id) for group_id in range(5)]
+    await asyncio.sleep(1.0)
+    running.append(begin(5))
+    await asyncio.sleep(0)
+    fleet._workers[0].actor.die()
+    await asyncio.sleep(FLUSH_S)
+    assert all(isinstance(task.exception(), WorkerLost) for task in running)
+    num_calls, client = len(server.submitted), fleet._workers[0]
+    with pytest.raises(WorkerLost):
+        await client.run(request(6))
+    await asyncio.sleep(10.0)
+    assert len(server.submitted) == num_calls
+    assert all(task.done() for task in client._tasks.values())
+
+
+@in_virtual_time
+async def test_a_worker_that_ends_after_the_run_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    fleet, begin = serving(Server({0: 1.0, 1: 50.0}))
+    running = begin(1)
+    await begin(0)
+    fleet.close()
+    fleet._workers[0].actor.die()
+    with pytest.raises(WorkerLost, match="the run is over"):
+        await running
+    await asyncio.sleep(1.0)
+    assert fleet._workers[0].lost == ""
+    assert caplog.text == ""
+
+
+# Engines that are silent, and their load
+
+
+LIMIT_S = 30.0
+SOON_S = 10.0
+"""No poll takes longer, so a silence is noticed so much after the limit at the latest."""
+CALM = EngineStatus(running=4, waiting=0, kv_usage_frac=0.3, num_preemptions=0)
+
+
+@dataclass
+class Stopping(FakeEngine):
+    """While `is_stopped` it answers no poll and gives no token, as a process that was sent SIGSTOP."""
+
+    is_stopped: bool = False
+    poll_error: Exception | None = None
+
+    async def load(self) -> EngineStatus:
+        while self.is_stopped:
+            await asyncio.sleep(0.1)
+        if self.poll_error is not None:
+            raise self.poll_error
+        return await super().load()
+
+    def stop(self) -> None:
+        self.is_stopped = self.hangs = True
+
+
+@contextlib.asynccontextmanager
+async def watching(**settings: Any) -> AsyncIterator[tuple[RolloutWorker, Fleet, Stopping, Stopping]]:
+    """A worker, and the fleet of engines "a" and "b" under its watch, both calm at first."""
+    first, other = Stopping("a", said_load=CALM, step_s=2.0), Stopping("b", said_load=CALM)
+    busy = test_worker.worker(first, other)
+    async with watched(busy, first, other, heartbeat_timeout_s=LIMIT_S, **settings) as fleet:
+        yield busy, fleet, first, other
+
+
+@pytest.mark.parametrize("answers_polls", [False, True])
+@in_virtual_time
+async def test_requests_of_an_engine_that_stops_continue_elsewhere_from_their_prefix(answers_polls: bool) -> None:
+    """Its process stops, or is well while its device hangs."""
+
+    async with watching() as (busy, fleet, stopping, other):
+        running = asyncio.create_task(busy.run_group(test_worker.item()))
+        await asyncio.sleep(5.0)
+        assert stopping.num_chunks > 0, "it has the group, and has begun"
+        stopping.hangs, stopping.is_stopped = True, not answers_polls
+        stopping.said_load = replace(CALM, still_s=LIMIT_S - 1)
+        await asyncio.sleep(LIMIT_S / 2)
+        assert fleet.lost_engines == {}, "half the time is not over"
+        stopping.said_load = replace(CALM, still_s=LIMIT_S + 1)
+        group = await asyncio.wait_for(running, LIMIT_S / 2 + SOON_S)
+        assert [test_worker.generated(t) for t in group.trajectories] == [test_worker.ANSWER] * 4
+        assert min(len(tokens) for tokens in other.calls[0].token_ids) > len(test_worker.item().prompt.token_ids)
+        reason = "it has requests and gave no token for 31 s" if answers_polls else "answered no poll for"
+        assert reason in fleet.lost_engines["a"]
+
+
+@in_virtual_time
+async def test_an_evaluation_on_an_engine_that_stops_ends_so_that_it_can_begin_again_elsewhere() -> None:
+    async with watching() as (busy, _fleet, stopping, _other):
+        greedy = SamplingParams(max_tokens=20, temperature=0.0)
+        running = asyncio.create_task(busy.evaluate([test_worker.item().prompt], greedy, engine="a"))
+        await asyncio.sleep(5.0)
+        stopping.stop()
+        with pytest.raises(NoReplica, match="answered no poll for"):
+            await asyncio.wait_for(running, LIMIT_S + SOON_S)
+
+
+@in_virtual_time
+async def test_an_engine_that_is_dead_is_lost_at_once_and_one_whose_polls_fail_after_a_while() -> None:
+    async with watching(max_engine_restarts=9, restart_engine=_never) as (_busy, fleet, one, other):
+        await asyncio.sleep(SOON_S)
+        one.poll_error = RuntimeError("something else")
+        await asyncio.sleep(LIMIT_S / 2)
+        assert fleet.lost_engines == {}
+        other.said_load = None
+        await asyncio.sleep(SOON_S)
+        assert fleet.lost_engines == {"b": "starting (EngineDead: b does not answer)"}, "it is polled all the while"
+        await asyncio.sleep(LIMIT_S)
+        assert list(fleet.lost_engines) == ["a", "b"]
+
+
+async def _never(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+@in_virtual_time
+async def test_an_engine_that_starts_is_not_polled_and_a_new_one_has_its_own_time() -> None:
+    new, engines = Stopping("a"), dict[str, Any]()
+
+    async def restart(name: str, _number: int) -> int:
+        engines[name] = LocalActor(new)
+        await asyncio.sleep(20 * LIMIT_S)  # it answers no poll all the while
+        new.said_load = CALM
+        return 1
+
+    async with watching(restart_engine=restart, max_engine_restarts=1) as (_busy, fleet, stopping, _other):
+        engines.update(fleet._engines)
+        fleet._engines = engines
+        await asyncio.sleep(SOON_S)
+        stopping.stop()
+        await asyncio.sleep(20 * LIMIT_S)
+        assert fleet.lost_engines["a"].startswith("starting")
+        await asyncio.sleep(20 * LIMIT_S)
+        assert fleet.lost_engines == {}
+
+
+@in_virtual_time
+async def test_silences_that_end_do_not_add_up_and_delay_no_poll_of_the_others() -> None:
+    async with watching() as (_busy, fleet, moody, _other):
+        for _ in range(10):
+            moody.is_stopped = False
+            await asyncio.sleep(SOON_S)
+            moody.is_stopped, num_polls = True, fleet._probes["b"].num_polls
+            await asyncio.sleep(LIMIT_S / 2)
+            assert fleet._probes["b"].num_polls - num_polls >= LIMIT_S / 2 / (POLL_S + 0.1) - 1
+            assert (fleet._probes["a"].load_now, fleet._probes["b"].load) == (None, CALM)
+        assert fleet.lost_engines == {}
+
+
+@in_virtual_time
+async def test_a_driver_that_stood_still_itself_blames_no_engine() -> None:
+    """Its process was stopped, or something held its event loop: every reply is late then."""
+
+    async with watching() as (_busy, fleet, _one, _other):
+        loop: Any = asyncio.get_running_loop()
+        for _ in range(20):
+            await asyncio.sleep(SOON_S)
+            loop._jumping.now += 3 * LIMIT_S
+        assert fleet.lost_engines == {}
+
+
+def test_what_workers_do_adds_up_and_what_an_engine_reports_does_not() -> None:
+    def report(in_flight: int, *, queued: int, migrated: tuple[int, int]) -> WorkerReport:
+        return WorkerReport(
+            limits={"e0": 16},
+            in_flight={"e0": in_flight},
+            num_queued=queued,
+            migrated_requests=migrated[0],
+            migrated_tokens=migrated[1],
+            recovered_requests=2,
+            recovered_tokens=30,
+            lost_tokens=7,
+            lost_engines={},
+        )
+
+    reports = [report(10, queued=2, migrated=(3, 900)), report(20, queued=5, migrated=(4, 1000))]
+    load = EngineStatus(running=30, waiting=1, kv_usage_frac=0.5, num_preemptions=None)
+    assert load_metrics(reports, {"e0": load}) == {
+        "engine/queued": 7,
+        "engine/repacked_requests": 7,
+        "engine/repacked_tokens": 1900,
+        "engine/migrated_requests": 4,
+        "engine/migrated_tokens": 60,
+        "discarded/failed_attempt_tokens": 14,
+        "engine/limit/e0": 32,
+        "engine/in_flight/e0": 30,
+        "engine/running/e0": 30,
+        "engine/waiting/e0": 1,
+        "engine/kv_usage_frac/e0": 0.5,
+    }
+
+
+A0, B0 = {"a": (1, 0, 10)}, {"b": (2, 0, 10)}
+"""Engine -> when it began, its busy seconds, and how long it has been up."""
+
+
+@pytest.mark.parametrize(
+    ("story", "idle"),
+    [
+        ([(0, "", {"a": (1, 50, 100)})], None),
+        ([(0, "", A0), (10, "", {"a": (1, 10, 20), "b": (2, 0, 40)})], None),  # b has reported only once
+        # a had nothing, b for a quarter of its time.
+        ([(0, "", A0 | B0), (10, "", A0 | B0), (20, "", {"a": (1, 0, 30), "b": (2, 15, 30)})], (1 + 0.25) / 2),
+        # b was there for 90 s of 100; its start is no work, the 14 s after it are.
+        (
+            [
+                (0, "", A0 | B0),
+                (90, "", {"a": (1, 90, 100), "b": (2, 90, 100)}),
+                (91, "b", {"a": (1, 91, 101), "b": (2, 90, 100)}),
+                (100, "b", {"a": (1, 100, 110), "b": (2, 90, 100)}),
+            ],
+            (0 + 0.1) / 2,
+        ),
+        # A loss that was not noticed costs as much.
+        (
+            [
+                (0, "", A0 | B0),
+                (40, "", {"a": (1, 40, 50), "b": (2, 40, 50)}),
+                (100, "", {"a": (1, 100, 110), "b": (60, 30, 35)}),
+            ],
+            (0 + 0.3) / 2,
+        ),
+        ([(at, "b", {"a": (1, at, at + 1)}) for at in (0, 10, 20)], 0.5),  # never there
+    ],
+)
+def test_how_idle_engines_are(
+    story: list[tuple[float, str, dict[str, tuple[int, int, int]]]], idle: float | None
+) -> None:
+    clock = [0.0]
+    meter = EngineIdleMeter(clock=lambda: clock[0])
+    for seconds, lost, reported in story:
+        clock[0] = seconds
+        times = {name: EngineTimes(began_at=a, busy_s=busy, up_s=up) for name, (a, busy, up) in reported.items()}
+        meter.add(times, lost)
+    assert meter.take_frac(num_replicas=2) == (None if idle is None else pytest.approx(idle))
+    assert meter.take_frac(num_replicas=2) == (None if idle is None else pytest.approx(idle)), "nothing new"
+
+
+def test_the_idle_share_is_of_the_time_since_the_line_before() -> None:
+    clock = [0.0]
+    meter, found = EngineIdleMeter(clock=lambda: clock[0]), list[float | None]()
+    of_b = [(2, 0, 10), (2, 90, 100), (2, 90, 100), (60, 4, 30), (60, 14, 40)]
+    for seconds, lost, b in zip((0, 90, 100, 190, 200), ("", "", "b", "", ""), of_b, strict=True):
+        clock[0] = seconds
+        reported = {"a": (1, seconds, seconds + 10), "b": b}
+        times = {name: EngineTimes(began_at=t, busy_s=busy, up_s=up) for name, (t, busy, up) in reported.items()}
+        meter.add(times, lost)
+        found.append(meter.take_frac(num_replicas=2))
+    assert found[:3] == [None, 0.0, pytest.approx(0.5)]
+    assert found[4] == 0.0

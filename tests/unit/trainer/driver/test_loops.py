@@ -17,8 +17,19 @@ import pytest
 from rollout.errors import NoProgress
 from rollout.types import Group, Prompt
 from tests.fakes.metric_names import check_complete, check_known
-from tests.fakes.scripted_run import Script, ScriptedRun, World, lines, prompt_set, recorded, trajectory, watch_batches
+from tests.fakes.scripted_run import (
+    Script,
+    ScriptedRun,
+    World,
+    all_evaluations,
+    lines,
+    prompt_set,
+    recorded,
+    trajectory,
+    watch_batches,
+)
 from trainer.config.compose import load_config
+from trainer.driver.checkpointing import find_resume_point
 from trainer.driver.loops import StalenessViolation, StallTimeout, check_staleness, filter_reason
 from trainer.driver.weight_updates import DedicatedDevices
 from trainer.errors import first_cause
@@ -29,12 +40,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout.types import RolloutRequest
-    from trainer.driver.training_run import TrainingRun
+    from trainer.driver.loops import TrainingRun
 
     Make = Callable[..., ScriptedRun]
     Play = Callable[..., TrainingRun]
 
 
+PROMPT = prompt_set(1).prompts[0]
 SLOW_SYNC = Script(train_s=0.2, pull_s=4.0)
 """Several versions are trained while one is on its way."""
 
@@ -63,13 +75,8 @@ def test_a_run_trains_every_step_and_no_group_is_too_old(
         assert line["staleness/group_max"] <= max_staleness
     assert any(line["perf/rollout_tokens_per_s"] > 0 for line in written)
     assert run.buffer.stats().trained == 12 * 3
-
-
-def test_with_staleness_the_run_does_reach_the_bound(scripted: Make, play: Play) -> None:
-    """Otherwise the test above would prove little."""
-    run = scripted(SLOW_SYNC, mode={"max_staleness": 2}, trainer={"total_steps": 12})
-    play(run)
-    assert max(line["staleness/group_max"] for line in lines(run)) == 2
+    if script is SLOW_SYNC:
+        assert max(ages) == max_staleness, "it does reach the bound"
 
 
 @pytest.mark.parametrize(
@@ -142,22 +149,19 @@ def test_a_group_that_is_too_old_stops_the_run_with_its_name(scripted: Make, pla
 
         parts.buffer.take = broken  # type: ignore[method-assign]
 
-    with pytest.raises(StalenessViolation, match=r"step 3 with max_staleness=1 .* version 0 \(group \d\)"):
+    with pytest.raises(StalenessViolation, match=r"a step of version 3 with max_staleness=1 .* version 0 \(group \d\)"):
         play(run, meddle=break_buffer)
     assert run.world.numbers("train") == [0, 1, 2]
 
 
-def test_a_token_that_is_too_old_is_caught_even_in_a_young_group() -> None:
-    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer="")
-    group = Group(
-        group_id=7,
-        prompt_id=prompt.prompt_id,
-        trajectories=[trajectory(prompt, 0, [(2, 1), (4, 3)], reward=0.0)],
-        start_version=4,
-    )
-    check_staleness([group], step=4, max_staleness=2)
-    with pytest.raises(StalenessViolation, match=r"version 2 \(group 7\)"):
-        check_staleness([group], step=4, max_staleness=1)
+def test_a_token_or_a_baseline_that_is_too_old_is_caught_even_in_a_young_group() -> None:
+    young = trajectory(PROMPT, 0, [(4, 4)], reward=0.0)
+    old = trajectory(PROMPT, 0, [(2, 1), (4, 3)], reward=0.0)
+    group = Group(group_id=7, prompt_id="p", trajectories=[young], start_version=4)
+    for one in (replace(group, trajectories=[old]), replace(group, baseline=old)):
+        check_staleness([one], version=4, max_staleness=2)
+        with pytest.raises(StalenessViolation, match=r"version 2 \(group 7\)"):
+            check_staleness([one], version=4, max_staleness=1)
 
 
 class Offloading(DedicatedDevices):
@@ -182,37 +186,20 @@ def test_what_leaves_shared_devices_is_no_wait_for_the_sync(scripted: Make, play
     assert [line["time/wait_for_sync_s"] for line in lines(run)] == pytest.approx([0.5] * run.state.step)
 
 
-def test_a_request_to_stop_takes_effect_between_two_steps(scripted: Make, play: Play) -> None:
-    run = scripted(Script(train_s=5.0), trainer={"total_steps": 50})
-
-    async def interrupt() -> None:
-        while len(run.world.numbers("train")) < 3:
-            await asyncio.sleep(0.5)
-        run.state.stop("interrupted")
-
-    play(run, meddle=lambda _training: interrupt())
-    assert run.world.numbers("trained") == run.world.numbers("train") == [0, 1, 2]
-    assert [line["step"] for line in lines(run)] == [1, 2, 3]
-    assert run.world.live == 3
-
-
-def test_a_checkpoint_is_saved_when_due_and_at_the_end_once(scripted: Make, play: Play) -> None:
-    run = scripted(checkpoint={"every_steps": 2, "keep_last": 2, "save_at_end": True, "export_hf": True})
-    play(run)
-    assert run.world.numbers("saved") == [2, 4, 6]
-    assert sorted(path.name for path in run.telemetry.run_dir.checkpoints.iterdir()) == ["step_4", "step_6"]
-    assert (run.telemetry.run_dir.export / "model").exists()
-
-
-def test_every_so_many_steps_a_checkpoint_is_kept_for_ever(scripted: Make, play: Play) -> None:
-    run = scripted(checkpoint={"every_steps": 1, "keep_last": 1, "keep_every": 4})
-    play(run)
-    assert sorted(path.name for path in run.telemetry.run_dir.checkpoints.iterdir()) == ["step_4", "step_6"]
-
-
-def test_the_line_of_a_step_is_written_before_its_checkpoint(scripted: Make, play: Play) -> None:
+@pytest.mark.parametrize(
+    ("keys", "saved", "kept"),
+    [
+        ({"every_steps": 2, "keep_last": 2, "save_at_end": True, "export_hf": True}, [2, 4, 6], [4, 6]),
+        ({"every_steps": 1, "keep_last": 1, "keep_every": 4}, [1, 2, 3, 4, 5, 6], [4, 6]),
+        ({"save_at_end": True}, [6], [6]),
+        ({"save_at_end": False}, [], []),
+    ],
+)
+def test_a_checkpoint_is_saved_when_due_and_at_the_end_once_after_the_line_of_its_step(
+    scripted: Make, play: Play, keys: dict[str, Any], saved: list[int], kept: list[int]
+) -> None:
     """A kill between the two must not leave a checkpoint of a step that has no line: it would never be written."""
-    run = scripted(checkpoint={"every_steps": 1})
+    run = scripted(checkpoint=keys)
     num_lines: list[tuple[int, int]] = []
     save = run.world.save
 
@@ -222,32 +209,44 @@ def test_the_line_of_a_step_is_written_before_its_checkpoint(scripted: Make, pla
 
     run.world.save = watching  # type: ignore[method-assign]
     play(run)
-    assert [(step, count) for step, count in num_lines if step < 6] == [(step, step) for step in range(1, 6)]
+    assert run.world.numbers("saved") == saved
+    assert sorted(path.name for path in run.telemetry.run_dir.checkpoints.glob("step_*")) == [f"step_{n}" for n in kept]
+    assert all(step == count for step, count in num_lines if step < 6)
+    assert (run.telemetry.run_dir.export / "model").exists() is ("export_hf" in keys)
+
+
+def interrupt_when(run: ScriptedRun, is_time: Callable[[], bool]) -> Callable[[TrainingRun], Any]:
+    async def interrupt() -> None:
+        while not is_time():
+            await asyncio.sleep(0.1)
+        run.state.stop("interrupted")
+
+    return lambda _training: interrupt()
 
 
 @pytest.mark.parametrize("save_at_end", [False, True])
-def test_an_interrupted_run_is_always_saved(scripted: Make, play: Play, save_at_end: bool) -> None:
-    run = scripted(trainer={"total_steps": 50, "eval_every": 0}, checkpoint={"save_at_end": save_at_end})
+def test_a_request_to_stop_takes_effect_between_two_steps_and_is_always_saved(
+    scripted: Make, play: Play, save_at_end: bool
+) -> None:
+    run = scripted(Script(train_s=5.0), trainer={"total_steps": 50}, checkpoint={"save_at_end": save_at_end})
+    play(run, meddle=interrupt_when(run, lambda: len(run.world.numbers("train")) == 3))
+    assert run.world.numbers("trained") == run.world.numbers("train") == [0, 1, 2]
+    assert [line["step"] for line in lines(run)] == [1, 2, 3]
+    assert (run.world.live, run.world.numbers("saved")) == (3, [3])
+    run.telemetry.run_dir.close()
+    run = scripted(Script(hangs=lambda item: item.start_version >= 2))
+    play(run, meddle=interrupt_when(run, lambda: asyncio.get_running_loop().time() > 500.0))
+    assert 2 <= run.state.step < 6, "it waited for groups"
 
-    async def interrupt() -> None:
-        while run.state.step < 3:
-            await asyncio.sleep(0.3)
-        run.state.stop("interrupted")
 
-    play(run, meddle=lambda _training: interrupt())
-    assert run.world.numbers("saved") == [run.state.step]
-
-
-def test_a_run_that_waits_for_groups_can_be_stopped(scripted: Make, play: Play) -> None:
-    run = scripted(Script(hangs=lambda item: item.start_version >= 2), checkpoint={"save_at_end": True})
-
-    async def interrupt() -> None:
-        await asyncio.sleep(500)
-        run.state.stop("interrupted")
-
-    play(run, meddle=lambda _parts: interrupt())
-    assert 2 <= run.state.step < 6
-    assert run.world.numbers("saved") == [run.state.step]
+def test_an_interrupt_after_the_accuracy_was_reached_leaves_out_the_export_and_is_reported(
+    scripted: Make, play: Play
+) -> None:
+    keys = {"stop_at_accuracy": 0.2, "total_steps": 50}
+    run = scripted(Script(evaluate_s=20.0), trainer=keys, checkpoint={"export_hf": True})
+    play(run, meddle=interrupt_when(run, lambda: run.state.stop_reason is not None))
+    assert not run.telemetry.run_dir.export.exists()
+    assert run.state.stop_reason == "interrupted"
 
 
 def test_a_stalled_run_ends_with_the_reason(scripted: Make, play: Play) -> None:
@@ -280,22 +279,6 @@ def test_a_failing_group_is_retried_then_dropped_and_never_ends_the_run(scripted
         (4, 2, "dropped", "ValueError: group 4"),
         (6, 1, "retried", "ValueError: group 6"),
     ]
-
-
-def test_a_run_in_which_everything_fails_ends_with_the_first_error(scripted: Make, play: Play) -> None:
-    run = scripted(Script(fails=lambda item: ValueError(f"cannot do {item.group_id}")))
-    with pytest.raises(BaseException) as caught:
-        play(run)
-    assert isinstance(root(caught.value), ValueError)
-    assert [line["status"] for line in recorded(run)].count("dropped") == 4, "the one that ended it, too"
-
-
-def root(error: BaseException) -> BaseException:
-    while True:
-        inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__
-        if inner is None:
-            return error
-        error = inner
 
 
 def test_filtered_groups_are_recorded_and_replaced(scripted: Make, play: Play) -> None:
@@ -333,13 +316,7 @@ def test_a_disk_that_hangs_delays_no_step_and_what_it_cannot_take_is_counted(
     assert caplog.text.count("is too slow: 4 records wait") == 1
 
 
-def test_a_run_that_filters_everything_ends_with_the_reason(scripted: Make, play: Play) -> None:
-    run = scripted(Script(reward_of=lambda *_: 1.0), algorithm={"dynamic_sampling": True})
-    with pytest.raises(BaseException) as caught:
-        play(run)
-    cause = root(caught.value)
-    assert isinstance(cause, NoProgress)
-    assert "zero_variance: 13" in str(cause)
+FILTERS: dict[str, Any] = {"algorithm": {"dynamic_sampling": True}}
 
 
 def judge_is_down(group_id: int, sample: int) -> float:
@@ -356,43 +333,6 @@ def test_failed_responses_are_counted_warned_about_and_never_hidden_in_a_mean(
     shares = [line["response/failed_frac"] for line in lines(run)]
     assert sum(share > 0 for share in shares) == 1, "of a group that is not trained, and said all the same"
     assert len([one for one in caplog.records if "failed and got no reward" in one.message]) == 1
-
-
-def test_a_judge_that_is_always_down_ends_the_run_with_its_own_error(
-    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = scripted(Script(reward_of=judge_is_down))
-    with pytest.raises(BaseException) as caught:
-        play(run)
-    cause = root(caught.value)
-    assert isinstance(cause, NoProgress)
-    assert "rewards_failed: 13" in str(cause) and "RuntimeError: judge is down" in str(cause)
-    assert "too easy" not in str(cause)
-    assert 1 < len([one for one in caplog.records if "failed and got no reward" in one.message]) < 6, "at each doubling"
-
-
-def test_one_failure_is_not_blamed_for_groups_that_were_filtered_for_another_reason(scripted: Make, play: Play) -> None:
-    run = scripted(
-        Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 0 else 1.0),
-        algorithm={"dynamic_sampling": True},
-    )
-    with pytest.raises(BaseException) as caught:
-        play(run)
-    assert "too easy" in str(root(caught.value)) and "judge is down" in str(root(caught.value))
-
-
-def test_a_learner_that_fails_ends_the_run_with_its_error(scripted: Make, play: Play) -> None:
-    run = scripted(Script(learner_error=lambda step: OSError("rank 1 is gone") if step == 2 else None))
-    with pytest.raises(OSError, match="rank 1 is gone"):
-        play(run)
-    assert [line["step"] for line in lines(run)] == [1, 2]
-    assert run.world.num_generating == 0
-
-
-def test_a_sync_that_fails_ends_the_run_with_its_error(scripted: Make, play: Play) -> None:
-    run = scripted(Script(sync_error=lambda version: OSError("no replica") if version == 2 else None))
-    with pytest.raises(OSError, match="no replica"):
-        play(run)
 
 
 def test_a_slot_is_not_freed_before_weights_are_live(scripted: Make, play: Play) -> None:
@@ -427,6 +367,47 @@ def test_why_a_group_is_replaced(rewards: list[float], statuses: str, wants_filt
     assert filter_reason(group, prompt, dynamic_sampling=wants_filter) == reason
 
 
+@pytest.mark.parametrize(
+    ("script", "keys", "error", "words"),
+    [
+        (Script(fails=lambda item: ValueError(f"cannot do {item.group_id}")), {}, ValueError, ["cannot do"]),
+        (Script(reward_of=lambda *_: 1.0), FILTERS, NoProgress, ["zero_variance: 13"]),
+        (Script(reward_of=judge_is_down), {}, NoProgress, ["rewards_failed: 13", "RuntimeError: judge is down"]),
+        # One failure is not blamed for groups that were filtered for another reason.
+        (
+            Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 0 else 1.0),
+            FILTERS,
+            NoProgress,
+            ["too easy", "judge is down"],
+        ),
+        (Script(learner_error=lambda step: OSError("rank 1 is gone") if step == 2 else None), {}, OSError, ["rank 1"]),
+        (Script(sync_error=lambda version: OSError("no replica") if version == 2 else None), {}, OSError, ["no rep"]),
+    ],
+    ids=["all fail", "all are filtered", "the judge is down", "filtered, and one failed", "learner", "sync"],
+)
+def test_what_ends_a_run_with_its_own_error(
+    scripted: Make,
+    play: Play,
+    caplog: pytest.LogCaptureFixture,
+    script: Script,
+    keys: dict[str, Any],
+    error: type[Exception],
+    words: list[str],
+) -> None:
+    run = scripted(script, **keys)
+    with pytest.raises(BaseException) as caught:
+        play(run)
+    cause = first_cause(caught.value)
+    assert isinstance(cause, error) and all(word in str(cause) for word in words)
+    assert "too easy" in words or "too easy" not in str(cause) or keys
+    assert run.world.num_generating == 0
+    if error is ValueError:
+        assert [line["status"] for line in recorded(run)].count("dropped") == 4, "the one that ended it, too"
+    if not keys and error is NoProgress:
+        warnings = [one for one in caplog.records if "failed and got no reward" in one.message]
+        assert 1 < len(warnings) < 6, "at each doubling"
+
+
 class Perfect(World):
     """From some version on all answers are right, and the filter keeps no group."""
 
@@ -443,48 +424,37 @@ def perfect(run: ScriptedRun) -> ScriptedRun:
     return run
 
 
-@pytest.mark.parametrize("evaluate_s", [0.0, 30.0])
-def test_a_run_that_reached_its_accuracy_does_not_fail_for_want_of_groups(
-    scripted: Make, play: Play, evaluate_s: float
+@pytest.mark.parametrize(
+    ("script", "trainer", "max_refills"),
+    [
+        ({"evaluate_s": 0.0}, {}, 20),
+        ({"evaluate_s": 30.0}, {}, 20),
+        # Its groups are filtered so slowly that the filter never reports that it is too many.
+        ({"generate_s": (40.0, 60.0)}, {"stall_timeout_s": 200.0}, 100_000),
+    ],
+)
+def test_a_run_that_reached_its_accuracy_needs_no_more_groups(
+    scripted: Make, play: Play, script: dict[str, Any], trainer: dict[str, Any], max_refills: int
 ) -> None:
     """What is generated while the last evaluation runs, or for the step after the one that did it, is all filtered."""
-    run = perfect(
-        scripted(
-            Script(evaluate_s=evaluate_s, train_s=3.0),
-            trainer={"stop_at_accuracy": 0.9, "total_steps": 50, "eval_every": 1},
-            algorithm={"dynamic_sampling": True, "max_filtered_batches_per_step": 20},
-            checkpoint={"export_hf": True, "save_at_end": True},
-        )
-    )
+    keys = {"total_steps": 50, "eval_every": 1, **trainer}
+    sections: dict[str, Any] = {
+        "algorithm": {"dynamic_sampling": True, "max_filtered_batches_per_step": max_refills},
+        "checkpoint": {"export_hf": True, "save_at_end": True},
+    }
+    run = perfect(scripted(Script(train_s=3.0, **script), trainer={**keys, "stop_at_accuracy": 0.9}, **sections))
     play(run)
     assert run.state.stop_reason == "accuracy_reached"
     assert run.state.last_evaluation is not None
     assert run.state.last_evaluation.version >= Perfect.right_from
     assert (run.telemetry.run_dir.export / "model").exists()
     assert run.world.num_generating == 0
-
-
-def test_a_run_that_reached_its_accuracy_does_not_stall_either(scripted: Make, play: Play) -> None:
-    """Its groups are filtered so slowly that the filter never says that it is too many."""
-    run = perfect(
-        scripted(
-            Script(train_s=3.0, generate_s=(40.0, 60.0)),
-            trainer={"stop_at_accuracy": 0.9, "total_steps": 50, "eval_every": 1, "stall_timeout_s": 200.0},
-            algorithm={"dynamic_sampling": True, "max_filtered_batches_per_step": 100_000},
-            checkpoint={"export_hf": True},
-        )
-    )
-    play(run)
-    assert run.state.stop_reason == "accuracy_reached"
-    assert (run.telemetry.run_dir.export / "model").exists()
-
-
-def test_a_run_that_can_no_longer_generate_fails_if_nothing_ends_it(scripted: Make, play: Play) -> None:
-    keys = {"algorithm": {"dynamic_sampling": True}, "trainer": {"total_steps": 50, "eval_every": 1}}
-    run = perfect(scripted(Script(train_s=3.0), **keys))
-    with pytest.raises(BaseException) as caught:
-        play(run)
-    assert isinstance(first_cause(caught.value), NoProgress)
+    if not trainer:
+        run.telemetry.run_dir.close()
+        run = perfect(scripted(Script(train_s=3.0), trainer=keys, **FILTERS))
+        with pytest.raises(BaseException) as caught:
+            play(run)
+        assert isinstance(first_cause(caught.value), NoProgress), "nothing ends it"
 
 
 def test_generation_ends_before_the_last_evaluation(scripted: Make, play: Play) -> None:
@@ -504,24 +474,6 @@ def test_generation_ends_before_the_last_evaluation(scripted: Make, play: Play) 
     parts = play(run, meddle=watch)
     assert generating[-1] == 0 < max(generating)
     assert parts.buffer.state_dict(run.state.step)["prompts"], "what was under way is owed"
-
-
-def test_an_interrupt_after_the_accuracy_was_reached_says_what_it_left_out(scripted: Make, play: Play) -> None:
-    run = scripted(
-        Script(evaluate_s=20.0), trainer={"stop_at_accuracy": 0.2, "total_steps": 50}, checkpoint={"export_hf": True}
-    )
-
-    async def interrupt() -> None:
-        while run.state.stop_reason is None:
-            await asyncio.sleep(0.1)
-        run.state.stop("interrupted")
-
-    play(run, meddle=lambda _parts: interrupt())
-    assert not run.telemetry.run_dir.export.exists()
-    assert run.state.stop_reason == "interrupted"
-
-
-PROMPT = prompt_set(1).prompts[0]
 
 
 REMAX: dict[str, Any] = {"advantage_estimator": "remax", "loss": "ppo_clip"}
@@ -566,21 +518,6 @@ def test_dynamic_sampling_drops_groups_that_are_worth_what_the_greedy_answer_is(
     reasons = {line["group_id"] % 3: line["reason"] for line in recorded(run)}
     assert reasons == {0: "", 1: "zero_variance", 2: "zero_variance"}
     assert {line["reward/zero_variance_frac"] for line in lines(run)} == {0.0}
-
-
-def test_a_baseline_that_is_too_old_breaks_the_promise_too() -> None:
-    fresh = Group(
-        group_id=4,
-        prompt_id=PROMPT.prompt_id,
-        trajectories=[trajectory(PROMPT, 0, [(5, 2)], reward=1.0)],
-        start_version=5,
-        baseline=trajectory(PROMPT, 1, [(5, 2)], reward=1.0),
-    )
-    check_staleness([fresh], step=6, max_staleness=1)
-    assert fresh.baseline is not None
-    old = replace(fresh, baseline=trajectory(PROMPT, 1, [(4, 1), (5, 1)], reward=1.0))
-    with pytest.raises(StalenessViolation, match=r"version 4 \(group 4\)"):
-        check_staleness([old], step=6, max_staleness=1)
 
 
 NUM_STEPS, GROUPS_PER_STEP = 10, 3
@@ -640,3 +577,30 @@ def test_generation_is_never_two_steps_ahead(scripted: Make, play: Play) -> None
     begun, trained = times(run, "generate"), times(run, "trained")
     for step in range(NUM_STEPS - 2):
         assert all(begun[group.group_id] > trained[step] for group in steps[step + 2])
+
+
+@pytest.mark.parametrize("unchanged", [{0, 1, 2}, {3}, {0, 2, 5}, {5}])
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_step_that_left_the_policy_as_it_was_publishes_nothing_and_makes_no_version(
+    scripted: Make, play: Play, unchanged: set[int], max_staleness: int
+) -> None:
+    """As `critic.warmup_steps`, and gradients that are not finite."""
+    script = Script(changes_policy=lambda step: step not in unchanged, generate_s=(0.1, 5.0))
+    run = scripted(script, mode={"max_staleness": max_staleness}, checkpoint={"every_steps": 1})
+    seen = watch_batches(run)
+    play(run)
+    versions = [sum(step not in unchanged for step in range(end)) for end in range(1, 7)]
+    assert run.world.packed == list(range(1, versions[-1] + 1))
+    assert run.state.version == run.state.live_version == run.world.live == versions[-1]
+    written = lines(run)
+    assert [(line["step"], line["version"]) for line in written] == list(zip(range(1, 7), versions, strict=True))
+    assert [line["step"] for line in written if "sync/pull_s" not in line] == [step + 1 for step in sorted(unchanged)]
+    assert run.world.trained_versions == [0, *versions[:-1]]
+    for line, trained, groups in zip(written, run.world.trained_versions, seen, strict=True):
+        ages = [trained - group.start_version for group in groups]
+        assert 0 <= min(ages) <= max(ages) == line["staleness/group_max"] <= max_staleness
+        assert line["sync/version_lag"] <= 1
+        assert line["staleness/max"] <= max_staleness
+    resumed = find_resume_point(run.cfg, run.telemetry.run_dir.checkpoints)
+    assert resumed is not None and (resumed.step, resumed.version) == (6, versions[-1])
+    assert all_evaluations(run)[-1]["version"] == versions[-1]

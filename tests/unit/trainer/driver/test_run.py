@@ -1,8 +1,10 @@
-"""How a run starts and ends as a process: interrupts, summary, last words, exit codes."""
+"""How a run ends: interrupts, failures and losses, what is saved then, summary, last words and exit code."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import io
 import json
 import os
@@ -10,74 +12,114 @@ import signal
 from dataclasses import replace
 from math import nan
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
 
 import trainer.__main__ as main_module
+from rollout.engine.interface import EngineStatus
 from rollout.errors import DataError
-from rollout.types import Group
+from rollout.fleet.scheduler import NoReplica
+from rollout.fleet.states import FleetView, WorkerReport
 from tests.fakes.full_disk import file_limit
+from tests.fakes.local_actor import LocalActor
 from tests.fakes.scripted_run import (
+    REPLICA,
     InlineExecutor,
     Script,
     ScriptedDriver,
     ScriptedRun,
+    all_evaluations,
     config,
-    prompt_set,
-    telemetry_in,
+    drive,
+    lines,
+    resumed_state,
     trajectory,
+    watch_batches,
 )
 from tests.fakes.virtual_time import run_virtual
+from tests.unit.trainer.data.conftest import make_group
+from trainer.driver import fleet as fleet_module
 from trainer.driver import run as run_module
-from trainer.driver.run import SAME_SIGNAL_S, Driver, _on_signals, _say_goodbye
+from trainer.driver.checkpointing import Checkpointer, find_resume_point
+from trainer.driver.fleet import AllEnginesLost, AllWorkersLost, Fleet
+from trainer.driver.run import SAME_SIGNAL_S, _on_signals, _say_goodbye
 from trainer.driver.state import EvalMetrics, FailedResponses, RunState
-from trainer.errors import CheckpointError, ModelError, first_cause, one_line
-from trainer.telemetry.session import append, claimed_run_dir, opened
+from trainer.driver.weight_updates import DedicatedDevices
+from trainer.errors import (
+    CheckpointError,
+    GradientsDiverged,
+    LearnerError,
+    ModelError,
+    TrainingDiverged,
+    first_cause,
+    one_line,
+)
+from trainer.learner import checkpoint
+from trainer.telemetry import session
+from trainer.telemetry.session import Telemetry
 from trainer.telemetry.trajectories import TrajectoryRecorder
 from trainer.tools import advise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
-    from trainer.driver.training_run import TrainingRun
-    from trainer.telemetry.session import Telemetry
+    from trainer.driver.loops import TrainingRun
 
     Make = Callable[..., ScriptedRun]
     Play = Callable[..., TrainingRun]
 
 
-class State:
-    """What an interrupt changes."""
-
-    def __init__(self) -> None:
-        self.interrupted = asyncio.Event()
-        self.stop_reason: str | None = None
-
-    def stop(self, reason: str) -> None:
-        self.stop_reason = reason
-        self.interrupted.set()
+def new_state(**fields: Any) -> RunState:
+    return RunState(started_at=0.0, wall_clock=lambda: 108.0, **fields)
 
 
+# Interrupts
+
+
+class Work(run_module.Driver):
+    """A driver that trains until it is interrupted, and 5 s more."""
+
+    is_in_order = False
+
+    async def _work(self) -> None:
+        self._is_training = True
+        await self._state.interrupted.wait()
+        await asyncio.sleep(5)
+        self.is_in_order = True
+
+
+@pytest.mark.parametrize("reason", [None, "accuracy_reached"])
 @pytest.mark.parametrize(
-    ("after_s", "stops_at_once"),
-    [((0.0, 0.2), False), ((0.0, SAME_SIGNAL_S), True), ((0.0, 0.4, 0.8, 1.2), True), ((0.0, 0.4, 0.8), False)],
+    ("after_s", "in_order"),
+    [
+        ((0.0,), True),
+        ((0.0, 0.2), True),  # a terminal and a parent process pass the same one on
+        ((0.0, SAME_SIGNAL_S), False),
+        ((0.0, 0.4, 0.8, 1.2), False),
+        ((0.0, 0.4, 0.8), True),
+    ],
 )
-async def test_a_second_ctrl_c_stops_at_once_however_many_come_in_between(
-    monkeypatch: pytest.MonkeyPatch, after_s: tuple[float, ...], stops_at_once: bool
+def test_the_first_interrupt_ends_in_order_and_the_second_at_once(
+    reason: Any, after_s: tuple[float, ...], in_order: bool
 ) -> None:
-    loop, nothing = asyncio.get_running_loop(), cast("Any", None)
-    state, work = State(), loop.create_future()
-    driver = Driver(nothing, cast("Any", state), nothing, nothing)
-    driver._is_training = True
-    with monkeypatch.context() as patch:
+    state, nothing = new_state(), SimpleNamespace()
+    anything: Any = nothing
+    work = Work(config(), state, anything, anything)
+
+    async def main() -> None:
+        if reason:
+            state.stop(reason)
+        running = asyncio.create_task(work._work())
         for seconds in after_s:
-            patch.setattr(loop, "time", lambda seconds=seconds: 1000.0 + seconds)
-            driver._interrupt(cast("Any", work))
-    assert state.stop_reason == "interrupted"
-    assert work.cancelled() is stops_at_once
+            asyncio.get_running_loop().call_at(1.0 + seconds, work._interrupt, running)
+        await asyncio.wait({running})
+
+    run_virtual(main())
+    assert work.is_in_order == in_order
+    assert state.stop_reason == (reason if in_order and reason else "interrupted")
 
 
 @pytest.mark.parametrize(
@@ -113,139 +155,106 @@ def test_a_closed_terminal_interrupts_as_ctrl_c_does_unless_under_nohup(
     assert calls == [number] * counts
 
 
-def last_words(run: ScriptedRun) -> list[str]:
-    """What `run` says at its end, with the files that the driver has written by then."""
-    state, run_dir = run.state, run.telemetry.run_dir
-    state.stop("completed")
-    run_dir.write_config(replace(run.cfg, run_dir=str(run_dir.path)))
-    append(run_dir.environment, {"device": "cpu", "resumed_from_step": state.resumed_from_step})
-    run_dir.summary.write_text(json.dumps({"exit_reason": state.stop_reason, "steps": state.step}))
+# Last words and summary
+
+
+def last_words(run_dir: Any, state: RunState, *, max_staleness: int = 0) -> list[str]:
     screen = io.StringIO()
-    _say_goodbye(Console(file=screen, width=40), state, run_dir, max_staleness=run.cfg.mode.max_staleness)
+    _say_goodbye(Console(file=screen, width=40), state, run_dir, max_staleness=max_staleness)
     return screen.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(
-    ("max_staleness", "num_steps", "says"),
-    [(0, 4, False), (0, 5, True), (1, 6, False), (1, 7, True), (2, 8, False), (2, 9, True)],
+    ("max_staleness", "num_steps", "resumed_from", "is_named"),
+    [(0, 4, 0, False), (0, 5, 0, True), (1, 6, 0, False), (1, 7, 0, True), (2, 8, 0, False), (0, 9, 5, False)],
 )
-def test_advise_is_named_where_it_has_enough_steps(
-    scripted: Make, play: Play, max_staleness: int, num_steps: int, says: bool
+def test_advise_is_named_where_this_process_made_enough_steps_for_it(
+    scripted: Make, play: Play, max_staleness: int, num_steps: int, resumed_from: int, is_named: bool
 ) -> None:
-    run = scripted(Script(), mode={"max_staleness": max_staleness}, trainer={"total_steps": num_steps})
+    state = resumed_state(resumed_from) if resumed_from else None
+    run = scripted(Script(), state=state, mode={"max_staleness": max_staleness}, trainer={"total_steps": num_steps})
     play(run)
-    *before, last = last_words(run)
-    path = run.telemetry.run_dir.path
-    assert last.startswith(f"completed: {num_steps} steps in ") and last.endswith(f"see {path}")
-    assert before == ([f"who waited for whom: python -m trainer.advise {path}"] if says else [])
-    assert advise.main([str(path)]) == (advise.EXIT_DIAGNOSED if says else advise.EXIT_TOO_EARLY)
-
-
-def test_steps_before_a_resume_do_not_count(scripted: Make, play: Play) -> None:
-    state = RunState(started_at=0.0, wall_clock=lambda: 0.0, step=5, live_version=5, resumed_from_step=5)
-    run = scripted(Script(), state=state, mode={"max_staleness": 0}, trainer={"total_steps": 9})
-    play(run)
-    metrics = run.telemetry.run_dir.metrics
-    since = metrics.read_text().splitlines(keepends=True)
-    line = json.loads(since[0])
-    before = [json.dumps({**line, "step": step, "time_s": line["time_s"] + 60 + step}) + "\n" for step in range(1, 6)]
-    metrics.write_text("".join([*before, *since]))
-    assert len(last_words(run)) == 1
-    assert advise.main([str(run.telemetry.run_dir.path)]) == advise.EXIT_TOO_EARLY
-
-
-def test_a_resume_with_nothing_to_do_says_what_to_raise(tmp_path: Path) -> None:
-    run_dir: Any = SimpleNamespace(path=tmp_path)
-    for step, says in ((5, True), (6, False)):
-        state = RunState(started_at=0.0, wall_clock=lambda: 0.0, step=step, resumed_from_step=5)
-        state.stop("completed")
-        screen = io.StringIO()
-        _say_goodbye(Console(file=screen, width=40), state, run_dir, max_staleness=0)
-        assert ("raise trainer.total_steps to go on" in screen.getvalue()) == says
+    state, run_dir = run.state, run.telemetry.run_dir
+    state.stop("completed")
+    since = run_dir.metrics.read_text()
+    line = json.loads(since.splitlines()[0])
+    earlier = ({**line, "step": step, "time_s": line["time_s"] + 60 + step} for step in range(1, resumed_from + 1))
+    run_dir.metrics.write_text("".join([*(json.dumps(one) + "\n" for one in earlier), since]))
+    run_dir.write_config(replace(run.cfg, run_dir=str(run_dir.path)))
+    session.append(run_dir.environment, {"device": "cpu", "resumed_from_step": state.resumed_from_step})
+    run_dir.summary.write_text(json.dumps({"exit_reason": state.stop_reason, "steps": state.step}))
+    *before, last = last_words(run_dir, state, max_staleness=max_staleness)
+    assert last.startswith(f"completed: {num_steps} steps") and last.endswith(f"see {run_dir.path}")
+    assert before == ([f"who waited for whom: python -m trainer.advise {run_dir.path}"] if is_named else [])
+    assert advise.main([str(run_dir.path)]) == (advise.EXIT_DIAGNOSED if is_named else advise.EXIT_TOO_EARLY)
 
 
 def evaluation(version: int, accuracy: float) -> EvalMetrics:
     return EvalMetrics(version=version, accuracy=accuracy, num_prompts=1, truncated_frac=0.0, time_s=0.0)
 
 
-def said(tmp_path: Path, reason: Any, **state: Any) -> list[str]:
-    run_state = RunState(started_at=0.0, wall_clock=lambda: 108.0, **state)
-    run_state.stop(reason)
-    run_dir: Any = SimpleNamespace(path=tmp_path, checkpoints=tmp_path / "checkpoints")
-    screen = io.StringIO()
-    _say_goodbye(Console(file=screen, width=40), run_state, run_dir, max_staleness=0)
-    return screen.getvalue().splitlines()
+@pytest.mark.parametrize(
+    ("reason", "fields", "words"),
+    [
+        (
+            "accuracy_reached",
+            {
+                "step": 142,
+                "resumed_from_step": 78,
+                "first_accuracy": 0.308,
+                "reached": evaluation(140, 0.932),
+                "last_evaluation": evaluation(142, 0.928),
+            },
+            "reached: 142 steps, 64 of them in this process, in 108 s; held-out accuracy 0.308 -> 0.932 (v140)",
+        ),
+        ("completed", {"step": 5, "resumed_from_step": 5}, "increase trainer.total_steps to continue"),
+        (
+            "completed",
+            {"step": 6, "resumed_from_step": 5},
+            "6 steps, 1 of them in this process, in 108 s; see",
+        ),
+        ("interrupted", {}, "no checkpoint was saved, so the same command starts from the beginning"),
+        ("interrupted", {"step": 8}, "to resume from step_8: the same command with run_dir='{path}'"),
+    ],
+)
+def test_the_last_words_say_how_it_ended_and_how_it_continues(
+    tmp_path: Path, reason: Any, fields: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "[lr=1e-5]" / "[" / "x]"  # brackets are no markup: rich would fail at the second
+    run_dir = SimpleNamespace(path=path, checkpoints=path / "checkpoints")
+    if fields.get("step") == 8:
+        (run_dir.checkpoints / "step_8").mkdir(parents=True)
+    state = new_state(**fields)
+    state.stop(reason)
+    said = last_words(run_dir, state)
+    assert words.format(path=path) in "\n".join(said)
+    assert said[-1].endswith(f"see {path}")
 
 
-def test_the_accuracy_that_is_said_is_the_one_that_reached_the_goal(tmp_path: Path) -> None:
-    *_, line = said(
-        tmp_path,
-        "accuracy_reached",
-        step=142,
-        resumed_from_step=78,
-        first_accuracy=0.308,
-        reached=evaluation(140, 0.932),
-        last_evaluation=evaluation(142, 0.928),
-    )
-    accuracy = "held-out accuracy 0.308 -> 0.932 (v140)"
-    assert line == (f"accuracy reached: 142 steps, 64 of them in this process, in 108 s; {accuracy}; see {tmp_path}")
+def summary(run: ScriptedRun) -> dict[str, Any]:
+    return json.loads(run.telemetry.run_dir.summary.read_text())
 
 
-def test_an_interrupted_run_says_how_it_goes_on(tmp_path: Path) -> None:
-    assert said(tmp_path, "interrupted")[0] == "no checkpoint was saved, so the same command begins anew"
-    (tmp_path / "checkpoints" / "step_8").mkdir(parents=True)
-    assert said(tmp_path, "interrupted", step=8)[0] == (
-        f"to go on from step_8: the same command with run_dir={tmp_path}"
-    )
-
-
-def test_brackets_in_a_path_are_no_markup(tmp_path: Path) -> None:
-    """Rich would leave the first out, and fail at the second."""
-    state = RunState(started_at=0.0, wall_clock=lambda: 0.0, step=5)
-    screen = io.StringIO()
-    run_dir: Any = SimpleNamespace(path=tmp_path / "[lr=1e-5]" / "[" / "x]")
-    _say_goodbye(Console(file=screen, width=40), state, run_dir, max_staleness=0)
-    assert screen.getvalue().strip().endswith(f"see {run_dir.path}")
-
-
-@pytest.fixture
-def telemetry(tmp_path: Path) -> Any:
-    with telemetry_in(config(), tmp_path / "run") as sinks:
-        yield sinks
-
-
-def summary(sinks: Telemetry) -> dict[str, Any]:
-    return json.loads(sinks.run_dir.summary.read_text())
-
-
-def new_state() -> RunState:
-    return RunState(started_at=0.0, wall_clock=lambda: 9.0)
-
-
-def test_a_failed_run_says_so_with_its_first_cause(scripted: Callable[..., ScriptedRun], caplog: Any) -> None:
-    """All groups fail: the error arrives inside an exception group, from inside a task."""
-    run = scripted(Script(fails=lambda item: ValueError(f"engine lost group {item.group_id}")))
-    with pytest.raises(BaseException), run_module._summary(run.cfg, run.state, run.telemetry.run_dir):  # noqa: B017
-        run_virtual(run.run())
-    told = summary(run.telemetry)
-    assert told["exit_reason"] == "failed"
-    assert told["error"].startswith("ValueError: engine lost group")
-    assert told["steps"] == 0
-    assert any(record.message == "the run failed" for record in caplog.records)
-
-
-def test_a_completed_run_tells_both_accuracies(scripted: Callable[..., ScriptedRun]) -> None:
+def test_the_summary_has_both_accuracies_or_the_first_cause(scripted: Make, caplog: Any) -> None:
     run = scripted()
     with run_module._summary(run.cfg, run.state, run.telemetry.run_dir):
         run_virtual(run.run())
         run.state.stop("completed")
-    told = summary(run.telemetry)
+    told = summary(run)
     assert (told["exit_reason"], told["error"], told["steps"], told["version"]) == ("completed", "", 6, 6)
     assert (told["first_accuracy"], told["last_accuracy"]) == (0.0, 0.6)
+    run.telemetry.run_dir.close()
+    run = scripted(Script(fails=lambda item: ValueError(f"engine lost group {item.group_id}")))
+    with pytest.raises(BaseException), run_module._summary(run.cfg, run.state, run.telemetry.run_dir):  # noqa: B017
+        run_virtual(run.run())
+    told = summary(run)
+    assert (told["exit_reason"], told["steps"]) == ("failed", 0)
+    assert told["error"].startswith("ValueError: engine lost group")
+    assert any(record.message == "the run failed" for record in caplog.records)
 
 
 def test_a_full_disk_does_not_make_a_failure_of_a_run_that_is_done(
-    scripted: Callable[..., ScriptedRun], caplog: pytest.LogCaptureFixture
+    scripted: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = scripted()
     with file_limit(10), run_module._summary(run.cfg, run.state, run.telemetry.run_dir):
@@ -256,111 +265,607 @@ def test_a_full_disk_does_not_make_a_failure_of_a_run_that_is_done(
     assert not [entry for entry in path.parent.iterdir() if path.name in entry.name]
 
 
-class Work(run_module.Driver):
-    """A driver whose work is to wait; `seen` is the state at its end."""
-
-    is_in_order = False
-
-    async def _work(self) -> None:
-        self._is_training = True
-        await self._state.interrupted.wait()
-        await asyncio.sleep(5)
-        self.is_in_order = True
-
-
-def driver(sinks: Telemetry, state: RunState) -> Work:
-    nothing: Any = None
-    return Work(replace(config(), name="x"), state, sinks, nothing)
-
-
-@pytest.mark.parametrize(
-    ("reason", "num_interrupts", "in_order"),
-    [(None, 1, True), (None, 2, False), ("accuracy_reached", 1, True), ("accuracy_reached", 2, False)],
-)
-def test_the_first_interrupt_ends_in_order_and_the_second_at_once(
-    telemetry: Telemetry, reason: Any, num_interrupts: int, in_order: bool
-) -> None:
-    state = new_state()
-    if reason:
-        state.stop(reason)
-    work = driver(telemetry, state)
-
-    async def main() -> None:
-        running = asyncio.create_task(work._work())
-        for _ in range(num_interrupts):
-            await asyncio.sleep(1)
-            work._interrupt(running)
-        await asyncio.wait({running})
-
-    run_virtual(main())
-    assert work.is_in_order == in_order
-    assert state.stop_reason == (reason if in_order and reason else "interrupted")
-
-
 def test_every_way_to_end_has_an_exit_code() -> None:
     assert run_module.EXIT_CODES == {"completed": 0, "accuracy_reached": 0, "failed": 1, "interrupted": 130}
 
 
-def test_what_failed_is_told_by_its_first_line_and_kept_whole() -> None:
-    failed = FailedResponses()
-    error = "reward 'mine.py:reward': raised ValueError: no number\n  File \"mine.py\", line 3, in reward"
-    prompt = prompt_set(1).prompts[0]
-    lost = replace(trajectory(prompt, 0, [(0, 3)], reward=nan), status="failed", error=error)
-    failed.count(Group(group_id=0, prompt_id=prompt.prompt_id, trajectories=[lost], start_version=0))
-    assert str(failed).endswith("First failure: reward 'mine.py:reward': raised ValueError: no number")
-    assert failed.first_error == error
-
-
 @pytest.mark.parametrize("kind", [CheckpointError, ModelError, DataError])
+@pytest.mark.parametrize("is_training", [False, True])
 def test_an_error_of_the_start_is_a_failure_once_training_has_begun(
-    scripted: Callable[..., ScriptedRun], monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+    scripted: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: type[Exception],
+    is_training: bool,
 ) -> None:
     run = scripted(Script(learner_error=lambda step: kind("shard is gone") if step == 2 else None))
 
-    async def body() -> None:
-        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-        await ScriptedDriver(run)._work()
-
     def train(*_: object, **_keys: object) -> int:
-        run_virtual(body())
-        return 0
+        if not is_training:
+            raise kind("shard is gone")
+        error = drive(ScriptedDriver(run))
+        assert error is not None
+        raise error
 
     monkeypatch.setattr(run_module, "run", train)
-    with pytest.raises(run_module.TrainingFailed, match="after 2 steps") as caught:
-        main_module.main([])
-    assert one_line(first_cause(caught.value)) == f"{kind.__name__}: shard is gone"
+    if is_training:
+        with pytest.raises(run_module.TrainingFailed, match="after 2 steps") as caught:
+            main_module.main([])
+        assert one_line(first_cause(caught.value)) == f"{kind.__name__}: shard is gone"
+    else:
+        assert main_module.main([]) == 2
+        assert "cannot be used as configured: shard is gone" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [CheckpointError, ModelError, DataError])
-def test_the_same_error_before_it_is_one_of_the_configuration(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: type[Exception]
-) -> None:
-    def refuse(*_: object, **_keys: object) -> int:
-        raise kind("shard is gone")
+# Records that are left out, and those that are written at the end
 
-    monkeypatch.setattr(run_module, "run", refuse)
-    assert main_module.main([]) == 2
-    assert "cannot be used as configured: shard is gone" in capsys.readouterr().err
+
+def test_a_response_that_failed_is_reported_by_its_first_line_and_kept_whole() -> None:
+    failed = FailedResponses()
+    error = "reward 'mine.py:reward': raised ValueError: no number\n  File \"mine.py\", line 3, in reward"
+    prompt: Any = SimpleNamespace(prompt_id="p", token_ids=[1])
+    failed.count(make_group([replace(trajectory(prompt, 0, [(0, 3)], reward=nan), status="failed", error=error)]))
+    assert str(failed).endswith("First failure: reward 'mine.py:reward': raised ValueError: no number")
+    assert failed.first_error == error
 
 
 @pytest.mark.parametrize(("gib", "num_skipped"), [(1e-9, 1), (20.0, 0), (None, 0)])
 def test_the_configured_limit_is_that_of_the_recorder(tmp_path: Path, gib: float | None, num_skipped: int) -> None:
     cfg = replace(config(telemetry={"max_trajectories_gib": gib}), run_dir=str(tmp_path / "run"))
     console = Console(file=io.StringIO())
-    with claimed_run_dir(cfg, console) as run_dir, opened(cfg, run_dir, console) as sinks:
+    with session.claimed_run_dir(cfg, console) as run_dir, session.opened(cfg, run_dir, console) as sinks:
         (run_dir.answers / "version_0.jsonl").write_text("{}\n")
         assert sinks.recorder is not None
         sinks.recorder.begin_evaluation(run_dir.answers, 1)
         assert sinks.recorder.num_skipped == num_skipped
 
 
-def test_every_group_that_is_left_out_is_counted(
-    scripted: Callable[..., ScriptedRun], play: Callable[..., TrainingRun]
-) -> None:
+def test_every_group_that_is_left_out_is_counted(scripted: Make, play: Play) -> None:
     run = scripted(num_held_out=0)
     folder = run.telemetry.run_dir.trajectories
     run.telemetry = replace(run.telemetry, recorder=TrajectoryRecorder(folder, max_bytes=0))
     play(run)
-    last = json.loads(run.telemetry.run_dir.metrics.read_text().splitlines()[-1])
+    last = lines(run)[-1]
     assert last["telemetry/trajectories_skipped"] == last["buffer/finished"] > 0
     assert list(folder.iterdir()) == []
+
+
+# What is saved after a failure
+
+
+class Broken(RuntimeError):
+    """What the watch over the workers fails with."""
+
+
+NEVER_S = 1e9
+
+
+def fail(run: ScriptedRun, *, after_s: float = NEVER_S, interrupt_s: float | None = None) -> str:
+    """Type of what the run ends with, whose watch over the workers fails in mid-training."""
+
+    async def watch_loads() -> None:
+        await asyncio.sleep(after_s)
+        raise Broken("no worker is left")
+
+    driver = ScriptedDriver(run, watch_loads)
+    if interrupt_s is not None:
+        driver.interrupts = (interrupt_s,)
+    error = drive(driver)
+    assert run.state.stop_reason == "failed"
+    return type(error).__name__
+
+
+def saved(run: ScriptedRun) -> list[int]:
+    """Steps of the complete checkpoints; each is what its name says."""
+    found = run.telemetry.run_dir.checkpoints.glob("step_*")
+    paths = sorted(path for path in found if not path.suffix)
+    steps = [checkpoint.read_state(path)["run"]["step"] for path in paths]
+    assert [path.name for path in paths] == [f"step_{step}" for step in steps]
+    return steps
+
+
+def steps_of(run: ScriptedRun) -> list[int]:
+    return [line["step"] for line in lines(run)]
+
+
+def learner_fails(error: Exception) -> dict[str, Any]:
+    return {"script": Script(learner_error=lambda step: error if step == 3 else None)}
+
+
+SLOW = Script(train_s=100.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "after_s", "error", "steps_saved", "steps_written"),
+    [
+        # The step that the learner is in comes to its end.
+        ({"script": SLOW, "checkpoint": {"every_steps": 2}}, 350.0, Broken, [2, 4], [1, 2, 3, 4]),
+        # A checkpoint that is being written is finished and not begun again.
+        ({"script": Script(save_s=500.0), "checkpoint": {"every_steps": 2}}, 100.0, Broken, [2], [1, 2]),
+        # What the checkpoint has is not saved again, and a run that learned nothing saves nothing.
+        ({"script": Script(generate_s=(1e6, 2e6)), "state": 4}, 100.0, Broken, [], []),
+        ({"script": Script(generate_s=(1e6, 2e6))}, 100.0, Broken, [], []),
+        # After a failure of the learner weights are undefined, unless it refused before it changed any.
+        (learner_fails(LearnerError("rank 1 died")), NEVER_S, LearnerError, [], [1, 2, 3]),
+        (learner_fails(TrainingDiverged("13 values of the critic")), NEVER_S, TrainingDiverged, [], [1, 2, 3]),
+        (learner_fails(GradientsDiverged("norm of step 3 is inf")), NEVER_S, GradientsDiverged, [3], [1, 2, 3]),
+    ],
+)
+def test_what_is_written_and_saved_after_a_failure(
+    scripted: Make,
+    caplog: pytest.LogCaptureFixture,
+    how: dict[str, Any],
+    after_s: float,
+    error: type[Exception],
+    steps_saved: list[int],
+    steps_written: list[int],
+) -> None:
+    state = resumed_state(how["state"]) if "state" in how else None
+    run = scripted(how["script"], state=state, **{name: keys for name, keys in how.items() if name == "checkpoint"})
+    assert fail(run, after_s=after_s) == error.__name__
+    assert (saved(run), steps_of(run)) == (steps_saved, steps_written)
+    assert "could not be saved" not in caplog.text
+
+
+def hangs_at(run: ScriptedRun, what: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`what` of version or step `number` never ends, or takes 500 s."""
+    world, publish, write = run.world, run.world.publish, Telemetry.write_step
+
+    async def publish_or_hang(version: int) -> float:
+        if version == number:
+            await asyncio.Event().wait()
+        return await publish(version)
+
+    async def acquire_or_hang(_devices: DedicatedDevices) -> None:
+        if run.state.step == number:
+            await asyncio.Event().wait()
+
+    async def write_slowly(self: Any, record: Any) -> None:
+        if record["step"] == number:
+            await asyncio.sleep(500.0)
+        await write(self, record)
+
+    if what == "publish":
+        world.publish = publish_or_hang  # type: ignore[method-assign]
+    elif what == "acquire":
+        monkeypatch.setattr(DedicatedDevices, "acquire_for_training", acquire_or_hang)
+    else:
+        monkeypatch.setattr(Telemetry, "write_step", write_slowly)
+
+
+@pytest.mark.parametrize(("what", "number", "steps"), [("publish", 3, 3), ("acquire", 2, 2), ("line", 3, 3)])
+def test_a_step_that_waits_for_engines_devices_or_the_disk_is_written_once_and_saved(
+    scripted: Make, monkeypatch: pytest.MonkeyPatch, what: str, number: int, steps: int
+) -> None:
+    run = scripted(Script(train_s=1.0))
+    hangs_at(run, what, number, monkeypatch)
+    assert fail(run, after_s=100.0) == "Broken"
+    assert (saved(run), steps_of(run)) == ([steps], list(range(1, steps + 1)))
+
+
+def test_a_save_that_fails_is_logged_and_the_failure_is_reported(
+    scripted: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = scripted(SLOW)
+
+    async def disk_full(*_: object, **_keys: object) -> None:
+        raise CheckpointError("no space left on device")
+
+    run.world.save = disk_full  # type: ignore[method-assign]
+    assert fail(run, after_s=350.0) == "Broken"
+    assert "could not be saved: CheckpointError: no space left on device" in caplog.text
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    scripted: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(path: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(f"{path.name} is busy")
+
+    run = scripted(SLOW, checkpoint={"every_steps": 1, "keep_last": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.learner.checkpoint.shutil.rmtree", busy)
+        assert fail(run, after_s=350.0) == "Broken"
+    assert (saved(run), steps_of(run)) == ([4], [1, 2, 3, 4])
+    assert "could not be deleted (OSError: step_1.deleted is busy); the next save tries again" in caplog.text
+
+
+def test_a_save_that_fails_after_its_caller_is_gone_is_logged_in_one_line(
+    scripted: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second interrupt stops the learner while it writes."""
+    run, is_killed, unhandled = scripted(), asyncio.Event(), list[dict[str, Any]]()
+
+    async def save(*_: object, **_keys: object) -> None:
+        await is_killed.wait()
+        raise LearnerError("rank 0 died")
+
+    run.world.save = save  # type: ignore[method-assign]
+    learner: Any = run.world
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(InlineExecutor(1))
+        loop.set_exception_handler(lambda _loop, context: unhandled.append(context))
+        parts = {"learner": learner, "buffer": run.buffer, "source": run.source, "state": run.state}
+        ending = asyncio.create_task(Checkpointer(run.cfg, run.telemetry, **parts).at_end(0, is_interrupted=True))
+        await asyncio.sleep(1.0)
+        ending.cancel()
+        await asyncio.wait([ending])
+        is_killed.set()
+        await asyncio.sleep(1.0)
+
+    run_virtual(main())
+    gc.collect()
+    assert unhandled == []
+    assert "save 0 failed: LearnerError: rank 0 died" in caplog.text
+
+
+@pytest.mark.parametrize(("save_s", "interrupt_s"), [(10_000.0, 500.0), (0.2, 350.0)])
+def test_an_interrupt_ends_the_rescue_and_does_not_hide_the_failure(
+    scripted: Make, save_s: float, interrupt_s: float
+) -> None:
+    run = scripted(Script(train_s=100.0, save_s=save_s))
+    assert fail(run, after_s=350.0, interrupt_s=interrupt_s) == "Broken"
+    if interrupt_s > 350.0:
+        assert saved(run) == []
+
+
+@pytest.mark.parametrize("what", ["publish", "save"])
+def test_a_learner_that_failed_between_its_steps_is_not_asked_to_save(scripted: Make, what: str) -> None:
+    run = scripted(Script(train_s=1.0), checkpoint={"every_steps": 2})
+    num_saves = 0
+
+    async def fails(*_: object, **_keys: object) -> None:
+        nonlocal num_saves
+        num_saves += 1
+        run.world.is_broken = True
+        raise LearnerError("rank 1 timed out")
+
+    setattr(run.world, what, fails)
+    assert fail(run) == "LearnerError"
+    assert (num_saves, saved(run)) == (1, [])
+
+
+def test_a_run_resumes_from_there_and_trains_every_prompt_once(scripted: Make) -> None:
+    keys: dict[str, Any] = {"trainer": {"total_steps": 12}, "mode": {"max_staleness": 2}}
+    first = scripted(Script(train_s=20.0, generate_s=(0.1, 5.0)), **keys)
+    before = watch_batches(first)
+    assert fail(first, after_s=90.0) == "Broken"
+    first.telemetry.run_dir.close()
+    resumed = find_resume_point(first.cfg, first.telemetry.run_dir.checkpoints)
+    assert resumed is not None
+    assert 1 < resumed.step < len(before), "batches of later steps had been taken"
+    state = new_state()
+    state.load_state_dict(resumed.state["run"])
+    second = scripted(Script(seed=9), state=state, **keys)
+    second.buffer.load_state_dict(resumed.state["buffer"], second.source.find)
+    second.source.load_state_dict(resumed.state["source"])
+    after = watch_batches(second)
+    run_virtual(second.run())
+    assert steps_of(second) == list(range(1, 13))
+    prompts = [group.prompt_id for groups in (*before[: resumed.step], *after) for group in groups]
+    assert len(prompts) == len(set(prompts)) == 12 * 3, "of the 40 prompts of the first epoch"
+
+
+# Tasks that end together
+
+
+async def after(seconds: float, *, error: Exception | None = None, at_end: Exception | None = None) -> None:
+    """Fails after so many seconds, or on its way out where it is cancelled before."""
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        if at_end is not None:
+            raise at_end
+    if error is not None:
+        raise error
+
+
+def ended_with(run: ScriptedRun, *watches: Any) -> tuple[str, float]:
+    """What the loops raised next to these watches, and when. No task is left by then."""
+
+    async def main() -> tuple[str, float]:
+        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+        (error,) = await asyncio.gather(run.training().run(*watches), return_exceptions=True)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return repr(error), asyncio.get_running_loop().time()
+
+    return run_virtual(main())
+
+
+LONG = {"total_steps": 1000, "eval_every": 0}
+
+
+def test_the_first_failure_ends_the_run_at_once_whatever_follows_from_it(scripted: Make) -> None:
+    run, failed = scripted(trainer=LONG), asyncio.Event()
+
+    async def cause() -> None:
+        await asyncio.sleep(11.0)
+        failed.set()
+        raise OSError("first")
+
+    async def consequence(*_: object, **_keys: object) -> None:
+        await failed.wait()
+        raise ValueError("consequence")
+
+    run.world.train_step = consequence  # type: ignore[assignment]
+    second = ValueError("second")
+    watches = after(NEVER_S, at_end=second), cause(), after(NEVER_S, at_end=second)
+    assert ended_with(run, *watches) == ("OSError('first')", pytest.approx(11.0))
+
+
+def test_a_run_waits_until_all_its_tasks_have_ended_after_a_failure(scripted: Make) -> None:
+    ended: list[str] = []
+
+    async def cleaning_up() -> None:
+        try:
+            await asyncio.sleep(NEVER_S)
+        finally:
+            await asyncio.sleep(5.0)
+            ended.append("clean")
+
+    run = scripted(trainer=LONG)
+    found = ended_with(run, cleaning_up(), after(10.0, error=OSError("boom")))
+    assert found == ("OSError('boom')", pytest.approx(15.0))
+    assert ended == ["clean"]
+
+
+def test_a_watch_may_end_before_the_run_and_its_failure_as_the_run_ends_is_only_logged(
+    scripted: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = scripted()
+    late = after(NEVER_S, error=OSError("long after")), after(NEVER_S, at_end=OSError("the node is gone"))
+    assert ended_with(run, after(1.0), *late)[0] == "None"
+    assert run.state.step == 6
+    assert "a task failed as the run ended: OSError: the node is gone" in caplog.text
+
+
+def test_a_cancelled_run_cancels_everything_and_stays_cancelled_where_that_fails(scripted: Make) -> None:
+    run = scripted(trainer=LONG)
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+        watches = after(NEVER_S), after(NEVER_S, at_end=OSError("the node is gone"))
+        task = asyncio.create_task(run.training().run(*watches))
+        await asyncio.sleep(10.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert {one.get_name() for one in left} <= {"step"}, "the step of the learner continues: see emergency_save"
+        await asyncio.sleep(10.0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+def test_an_engine_that_missed_the_first_version_is_excluded_before_the_first_request(scripted: Make) -> None:
+    """It starts without weights, and would be taken for live until the second version comes."""
+    run = scripted()
+    num_requests: list[int] = []
+    run.world.exclude_lost_engines = lambda: num_requests.append(len(run.world.numbers("generate")))  # type: ignore[method-assign]
+    assert ended_with(run)[0] == "None"
+    assert num_requests[0] == 0
+
+
+# Engines and workers that are lost when all steps are trained: the result is there, so the run ends in order
+
+
+OTHER = "replica_1"
+LAST = 6
+A_WHILE_S = 30.0
+"""The fleet looks several times at engines and workers."""
+SECTIONS: dict[str, Any] = {"checkpoint": {"save_at_end": True, "export_hf": True}}
+
+
+class Idle:
+    """An engine or a rollout worker without work."""
+
+    async def load(self) -> EngineStatus:
+        return EngineStatus(running=0, waiting=0, kv_usage_frac=None, num_preemptions=None)
+
+    async def update(self, _view: FleetView) -> WorkerReport:
+        return WorkerReport(limits={}, in_flight={}, num_queued=0, lost_engines={})
+
+
+class Losing(ScriptedDriver):
+    """With a real fleet: the replicas in `members`, whose restarts take longer than what is left of a run, and one
+    rollout worker. `during(what, version)` something is lost."""
+
+    def __init__(self, run: ScriptedRun, monkeypatch: pytest.MonkeyPatch, *, num_engines: int = 1) -> None:
+        super().__init__(run)
+        monkeypatch.setattr(fleet_module, "kill_actor", lambda actor: actor.die())
+        self.run_of, self.restarts = run, list[str]()
+        if num_engines == 2:
+            self.members[OTHER] = "live"
+            run.world.freeze = self._freeze  # type: ignore[method-assign]
+
+    @contextlib.asynccontextmanager
+    async def _freeze(self, replicas: Sequence[str]) -> AsyncIterator[dict[str, int]]:
+        world = self.run_of.world
+        async with world.frozen:
+            yield dict.fromkeys(replicas, world.live)
+
+    def _training_run(self, *_: Any) -> Any:
+        training = super()._training_run()
+        self.fleet = Fleet(
+            {name: LocalActor(Idle()) for name in self.members},
+            [LocalActor(Idle())],
+            group_timeout_s=1e6,
+            max_engine_restarts=self._cfg.rollout.max_engine_restarts,
+            restart_engine=self._restart,
+            sync_states=lambda: self.members,
+        )
+        self._scripted.world.watch = self.fleet.watch  # type: ignore[attr-defined]
+        training.evaluator._members = self.fleet.engine_states
+        return training
+
+    async def _restart(self, name: str, _number: int) -> None:
+        self.restarts.append(name)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.restarts.append(f"{name} given up")
+
+    def during(self, what: str, happens: Callable[[], Awaitable[None]], *, version: int | None = None) -> None:
+        """While the run does `what`, of this version or any."""
+        world = self.run_of.world
+        does = getattr(world, what)
+
+        async def meddled(*args: Any, **keys: Any) -> Any:
+            if version is None or version in (world.live, *args):
+                await happens()
+            return await does(*args, **keys)
+
+        setattr(world, what, meddled)
+
+    async def lose_engine(self) -> None:
+        """And the fleet looks at it several times."""
+        self.members[REPLICA] = "dead"
+        await asyncio.sleep(A_WHILE_S)
+
+    async def lose_worker(self) -> None:
+        self.fleet._workers[0].actor.die()
+        await asyncio.sleep(A_WHILE_S)
+
+    def ends_in_order(self) -> bool:
+        """With everything that a run leaves behind."""
+        run, error = self.run_of, drive(self)
+        assert error is None
+        assert run.world.numbers("saved") == [LAST]
+        assert steps_of(run) == list(range(1, LAST + 1))
+        return run.state.stop_reason == "completed" and (run.telemetry.run_dir.export / "model").exists()
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_engines_lost_in_the_last_evaluation_cost_it_at_most(
+    scripted: Make,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    num_engines: int,
+    max_restarts: int,
+) -> None:
+    run = scripted(rollout={"max_engine_restarts": max_restarts}, **SECTIONS)
+    driver, generate, asked = Losing(run, monkeypatch, num_engines=num_engines), run.world.evaluate, list[str]()
+
+    async def evaluate(prompts: Any, params: Any, engine: str, numbers: Any) -> Any:
+        if run.world.live == LAST:
+            asked.append(engine)
+            if engine == REPLICA:
+                await driver.lose_engine()
+                raise NoReplica(f"{REPLICA} died")
+        return await generate(prompts, params, engine, numbers)
+
+    run.world.evaluate = evaluate  # type: ignore[method-assign]
+    assert driver.ends_in_order()
+    assert driver.restarts == [], "it would be of no use"
+    last = all_evaluations(run)[-1]
+    assert last["version"] == LAST
+    assert lines(run)[-1]["eval/failed_runs"] == run.state.num_failed_evaluations == (num_engines == 1)
+    if num_engines == 1:
+        assert "replica_0 died" in last["failed"]
+        told = "replica_0 is lost (weight sync: dead); training is over, so it is not started again"
+        assert [record.message for record in caplog.records].count(told) == 1
+    else:
+        assert asked[-1] == OTHER and lines(run)[-1]["eval/version"] == LAST
+
+
+@pytest.mark.parametrize("every_steps", [0, LAST])
+@pytest.mark.parametrize("what", ["save", "export_hf"])
+def test_an_engine_lost_while_the_result_is_written_is_logged_and_ends_nothing(
+    scripted: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str, every_steps: int
+) -> None:
+    """The last version is live before it is saved."""
+    run = scripted(checkpoint=SECTIONS["checkpoint"] | {"every_steps": every_steps})
+    driver = Losing(run, monkeypatch)
+
+    async def lose() -> None:
+        while run.world.live < LAST:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(3.0)  # it has been seen alive
+        await driver.lose_engine()
+
+    driver.during(what, lose)
+    assert driver.ends_in_order()
+    assert "replica_0 is lost (weight sync: dead); training is over" in caplog.text
+    assert driver.restarts == []
+
+
+@pytest.mark.parametrize("every_steps", [0, LAST])
+@pytest.mark.parametrize("what", ["train_step", "save", "evaluate", "export_hf"])
+def test_the_last_rollout_worker_lost_when_no_group_is_needed_any_more_ends_nothing(
+    scripted: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str, every_steps: int
+) -> None:
+    """From the last step on, whose groups are in their batch."""
+    run = scripted(Script(pull_s=20.0), checkpoint=SECTIONS["checkpoint"] | {"every_steps": every_steps})
+    driver = Losing(run, monkeypatch)
+
+    async def lose() -> None:
+        if run.state.step == LAST - (what == "train_step"):
+            await driver.lose_worker()
+            assert driver.fleet._is_closed, "an evaluation would wait for a worker"
+
+    driver.during(what, lose)
+    assert driver.ends_in_order()
+    assert "no rollout worker is left" in caplog.text
+
+
+def test_a_restart_from_before_the_last_version_is_live_is_given_up_then(
+    scripted: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = scripted(rollout={"max_engine_restarts": 3}, **SECTIONS)
+    driver, given_up = Losing(run, monkeypatch, num_engines=2), list[str]()
+
+    async def waits() -> None:
+        await asyncio.sleep(A_WHILE_S)
+        given_up.extend(driver.restarts)
+
+    driver.during("sync", driver.lose_engine, version=LAST)
+    driver.during("export_hf", waits)
+    assert driver.ends_in_order()
+    assert given_up == [REPLICA, f"{REPLICA} given up"], "an export on shared devices would wait for it"
+
+
+@pytest.mark.parametrize(
+    ("what", "version", "error"),
+    [
+        ("engine", 2, AllEnginesLost),
+        ("engine", LAST, AllEnginesLost),
+        ("worker", 2, AllWorkersLost),
+        ("learner", None, LearnerError),
+    ],
+)
+def test_what_is_lost_before_the_last_version_is_live_or_a_learner_at_any_time_ends_the_run(
+    scripted: Make, monkeypatch: pytest.MonkeyPatch, what: str, version: int | None, error: type[Exception]
+) -> None:
+    run = scripted(rollout={"max_engine_restarts": 0}, **SECTIONS)
+    driver = Losing(run, monkeypatch)
+
+    async def lose_learner() -> None:
+        raise LearnerError("rank 1 died")
+
+    if what == "learner":
+        driver.during("export_hf", lose_learner)
+    else:
+        driver.during("sync", driver.lose_engine if what == "engine" else driver.lose_worker, version=version)
+    assert isinstance(drive(driver), error)
+    assert (run.state.stop_reason, driver.restarts) == ("failed", [])
+
+
+def test_the_last_rollout_worker_lost_when_the_accuracy_is_reached_ends_nothing(
+    scripted: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = scripted(Script(train_s=5.0, hangs=lambda item: item.start_version >= 2), **SECTIONS)
+    driver = Losing(run, monkeypatch)
+
+    async def lose() -> None:
+        run.state.stop_reason = "accuracy_reached"
+        driver.fleet._workers[0].actor.die()
+
+    driver.during("publish", lose, version=2)
+    assert drive(driver) is None
+    assert run.state.step < LAST
+    assert run.world.numbers("saved") == [run.state.step]

@@ -114,7 +114,7 @@ async def test_a_group_is_broken_by_a_call_that_failed_or_a_rank_that_is_silent_
 async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:
     batch = EMPTY
     with pytest.raises(LearnerError, match="split for 2 ranks, the group has 1"):
-        await LearnerGroup([HandActor()], timeout_s=1.0).train_step(batch)
+        await LearnerGroup([HandActor()], timeout_s=1.0).train_step(batch, version=2)
 
 
 async def test_every_rank_gets_its_own_micro_batches_and_the_rewards_of_the_whole_step(
@@ -124,8 +124,8 @@ async def test_every_rank_gets_its_own_micro_batches_and_the_rewards_of_the_whol
     batch = replace(EMPTY, num_loss_tokens=5, group_rewards=())
     seconds = ({"step": 1.0}, {"step": 2.0})
     actors = [HandActor(train_step=StepResult(step=3, metrics={}, seconds=own)) for own in seconds]
-    result = await LearnerGroup(actors, timeout_s=1.0).train_step(batch)
-    assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, (), 5))]] * 2
+    result = await LearnerGroup(actors, timeout_s=1.0).train_step(batch, version=2)
+    assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, 2, (), 5))]] * 2
     assert result.seconds == {"step": 2.0}, "of the slowest rank"
 
 
@@ -142,7 +142,7 @@ async def test_operations_of_all_ranks_add_up_and_are_known_only_if_each_is(
     ]
     group = LearnerGroup([HandActor(train_step=result) for result in results], timeout_s=1.0)
     batch = EMPTY
-    result = await group.train_step(batch)
+    result = await group.train_step(batch, version=2)
     assert (result.model_flops, result.peak_flops) == expected
 
 

@@ -106,6 +106,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_one_too_many_raises(
         for step in range(2):
             result = learner.train_step([poisoned], step=step)
             assert result.metrics["skipped_steps"].sum == 1 and not math.isfinite(result.metrics["grad_norm"].mean)
+            assert not result.is_policy_changed
             assert all(tensor.equal(before[name]) for name, tensor in state().items())
         if row == 0:
             assert learner.train_step([batch], step=2).metrics["skipped_steps"].sum == 0
@@ -124,7 +125,7 @@ def test_malformed_batches_are_refused(tiny_dir: Path) -> None:
         learner.train_step([replace(batch, loss_mask=np.ones_like(batch.loss_mask))], step=0)
     with pytest.raises(ValueError, match="cu_seqlens must rise"):
         learner.train_step([replace(batch, cu_seqlens=batch.cu_seqlens[:-1])], step=0)
-    with pytest.raises(ValueError, match="sampled by version 4, but step 3 trains version 3"):
+    with pytest.raises(ValueError, match="sampled by version 4, but version 3 is trained"):
         learner.train_step([replace(batch, versions=np.where(batch.loss_mask, 4, -1))], step=3)
 
 

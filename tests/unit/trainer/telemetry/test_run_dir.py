@@ -64,8 +64,8 @@ def test_a_disk_that_fills_up_at_the_configuration_refuses_the_run(tmp_path: Pat
     if not is_new:
         open_run_dir(config).close()
     claim = claimed_run_dir(config, Console(file=io.StringIO()))
-    with file_limit(200), pytest.raises(ConfigurationError, match="cannot be written"), claim:
-        raise AssertionError("the run began")
+    with file_limit(200), pytest.raises(ConfigurationError, match="cannot be written"), claim as run_dir:
+        run_dir.write_config(config)
     assert (tmp_path / "run").exists() is not is_new
     assert not (tmp_path / "run" / "owner.lock").exists()
 

@@ -87,7 +87,7 @@ def test_a_resume_cuts_and_a_new_beginning_sets_aside_what_open_sinks_have_writt
         writer.write_evaluation({"version": version, "step": step, "accuracy": np.float32(0.5)})
     writer.close()
     again = build_writer(config, run_dir)
-    cut_records(run_dir, after_step=1)
+    cut_records(run_dir, after_step=1, after_version=1)
     again.write({"step": 2, "version": 2})
     assert [line["step"] for line in lines(run_dir.metrics)] == [1, 2]
     assert [(line["version"], line["step"]) for line in lines(run_dir.evaluations)] == [(0, 1), (1, 3)]
