@@ -330,10 +330,10 @@ def test_every_wait_of_a_group_has_its_own_figure() -> None:
     ]
     record = story.line(30, waited)
     assert {name.removeprefix("queue/"): value for name, value in record.items() if name.startswith("queue/")} == {
-        "admitted_to_claimed_s": 1.5, "admitted_to_claimed_s_max": 2.0,
-        "claimed_to_finished_s": 6.5, "claimed_to_finished_s_max": 10.0,
-        "finished_to_taken_s": 11.5, "finished_to_taken_s_max": 15.0,
-        "for_engine_s": 4.0, "for_engine_s_max": 10.0,
+        "pending_s": 1.5, "pending_s_max": 2.0,
+        "rollout_s": 6.5, "rollout_s_max": 10.0,
+        "ready_s": 11.5, "ready_s_max": 15.0,
+        "engine_slot_s": 4.0, "engine_slot_s_max": 10.0,
     }  # fmt: skip
     assert not story.queue._times, "a trained group is forgotten"
 
@@ -379,7 +379,7 @@ def test_lost_work_is_counted_by_kind() -> None:
     story.at(4).finished(replace(whole, trajectories=[failed, scored]))
     record = story.line(9)
     lost = {name.removeprefix("discarded/"): v for name, v in record.items() if name.startswith("discarded/")}
-    assert lost == {"filtered_tokens": 5, "failed_tokens": 7, "given_up_tokens": 8, "retried_s": 2.0, "dropped_s": 3.0}
+    assert lost == {"filtered_tokens": 5, "failed_tokens": 7, "unused_tokens": 8, "retried_s": 2.0, "dropped_s": 3.0}
     assert set(story.queue._times) == {1, 3}, "filtered and dropped groups are forgotten"
     assert story.line(10)["discarded/filtered_tokens"] == 0
     story.at(11).claimed(1)
