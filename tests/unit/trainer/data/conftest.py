@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 
-from rollout.types import Group, Prompt, Trajectory, Turn
+from rollout.types import Group, Trajectory, Turn
 from tests.fakes import trajectories as fakes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 NUM_PROMPT_TOKENS = 3
 
@@ -43,12 +42,7 @@ def make_trajectory(sample_index: int, *, num_tokens: int = 4, version: int = 0,
 
 
 def make_group(trajectories: Sequence[Trajectory], *, group_id: int = 0, start_version: int = 0) -> Group:
-    prompt = Prompt(
-        prompt_id="train/0", token_ids=np.arange(10, 10 + NUM_PROMPT_TOKENS, dtype=np.int32), text="", answer=""
-    )
-    return Group(
-        group_id=group_id, prompt_id=prompt.prompt_id, trajectories=tuple(trajectories), start_version=start_version
-    )
+    return Group(group_id=group_id, prompt_id="train/0", trajectories=tuple(trajectories), start_version=start_version)
 
 
 def random_groups(seed: int, *, num_groups: int, group_size: int, max_tokens: int) -> list[Group]:
@@ -69,8 +63,3 @@ def random_groups(seed: int, *, num_groups: int, group_size: int, max_tokens: in
         )
         for g in range(num_groups)
     ]
-
-
-@pytest.fixture
-def many_groups() -> Callable[..., list[Group]]:
-    return random_groups

@@ -60,18 +60,18 @@ def test_there_are_hardly_more_micro_batches_than_needed(lengths: list[int], max
     assert 9 * num_bins <= 11 * fewest + 6
 
 
-def test_evenness_never_costs_the_limit() -> None:
-    """Spreading evenly would give 7 and 5 tokens where 6 are allowed."""
-    assert plan_micro_batches([3, 3, 2, 2, 2], num_ranks=1, max_tokens=6) == [[[0, 1], [2, 3, 4]]]
-
-
-def test_a_sample_over_the_limit_sits_alone_and_the_other_rank_gets_fillers() -> None:
-    plan = plan_micro_batches([100, 30, 30, 30], num_ranks=2, max_tokens=30)
-    assert plan == [[[0], [], []], [[1], [2], [3]]]
-
-
-def test_no_sample_at_all_still_gives_every_rank_one_forward_pass() -> None:
-    assert plan_micro_batches([], num_ranks=3, max_tokens=10) == [[[]], [[]], [[]]]
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "max_tokens", "plan"),
+    [
+        ([3, 3, 2, 2, 2], 1, 6, [[[0, 1], [2, 3, 4]]]),  # spreading evenly would give 7 and 5 tokens
+        ([100, 30, 30, 30], 2, 30, [[[0], [], []], [[1], [2], [3]]]),  # alone; the other rank has empty micro-batches
+        ([], 3, 10, [[[]], [[]], [[]]]),  # still one forward pass on every rank
+    ],
+)
+def test_the_limit_holds_and_every_rank_has_as_many_micro_batches(
+    lengths: list[int], num_ranks: int, max_tokens: int, plan: list[list[list[int]]]
+) -> None:
+    assert plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens) == plan
 
 
 def test_impossible_requests_are_refused() -> None:
