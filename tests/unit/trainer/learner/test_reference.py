@@ -183,7 +183,13 @@ def teacher_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def taught(model_dir: Path, teacher_dir: Path, *, lr: float = 1e-3, **algorithm: Any) -> RunConfig:
     """On-policy distillation unless `algorithm` says otherwise."""
-    kl = {"coef": 1.0, "path": str(teacher_dir), "apply_to": "advantage", "estimator": "k1", **algorithm.pop("kl", {})}
+    kl = {
+        "coef": 1.0,
+        "reference_model": str(teacher_dir),
+        "apply_to": "advantage",
+        "estimator": "k1",
+        **algorithm.pop("kl", {}),
+    }
     keys = {"advantage_estimator": "zero", "loss": "importance_sampling", **algorithm}
     base = run_config(model_dir, lr=lr)
     return replace(base, algorithm=AlgorithmConfig(**keys, kl=KlConfig(**kl)))

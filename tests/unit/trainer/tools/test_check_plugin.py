@@ -74,7 +74,7 @@ def test_a_broken_promise_is_told_with_exit_code_1(package: Path, capsys: pytest
     [
         (["loss", f"{BUILT_IN}.ppo_clip"], "did you mean 'ppo_clip_loss'"),
         (["loss", f"{BUILT_IN}.ppo_clip_loss"], "missing a required"),
-        (["loss", f"{BUILT_IN}.dro_loss", "alpha=1"], "'beta'"),
+        (["loss", f"{BUILT_IN}.dro_loss", "alpha=1"], "'dro_beta'"),
         (["advantage", "nowhere.estimator"], "nowhere"),
         (["reward", "nowhere:reward"], "nowhere"),
     ],
@@ -87,9 +87,9 @@ def test_what_cannot_be_loaded_is_told_with_exit_code_2(
 
 
 def test_numbers_are_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_plugin.main(["loss", f"{BUILT_IN}.dro_loss", "beta=0.1"]) == check_plugin.EXIT_KEPT
+    assert check_plugin.main(["loss", f"{BUILT_IN}.dro_loss", "dro_beta=0.1"]) == check_plugin.EXIT_KEPT
     with pytest.raises(SystemExit):
-        check_plugin.main(["loss", f"{BUILT_IN}.dro_loss", "beta"])
+        check_plugin.main(["loss", f"{BUILT_IN}.dro_loss", "dro_beta"])
     assert "NAME=VALUE" in capsys.readouterr().err
 
 
