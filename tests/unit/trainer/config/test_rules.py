@@ -494,11 +494,11 @@ def test_a_loss_of_the_user_holds_the_ratio_of_the_token_and_may_have_no_bound()
         loss_traits("nothing")
 
 
-@pytest.mark.parametrize("key", ["loss", "advantage"])
-def test_numbers_of_an_own_function_are_refused_with_a_built_in_one(key: str) -> None:
-    args = f"a.{key}_args=" + '{"beta":1.0}'
+@pytest.mark.parametrize(("key", "numbers"), [("loss", "loss_args"), ("advantage_estimator", "advantage_args")])
+def test_numbers_of_an_own_function_are_refused_with_a_built_in_one(key: str, numbers: str) -> None:
+    args = f"a.{numbers}=" + '{"beta":1.0}'
     (problem,) = problems_in(config_of(args))
-    assert problem.key == f"algorithm.{key}_args" and "is built in" in problem.message
+    assert problem.key == f"algorithm.{numbers}" and "is built in" in problem.message
     assert keys_refused(config_of(f"a.{key}=my.function {args}")) == []
 
 
@@ -539,7 +539,7 @@ def test_every_combination_that_the_documentation_names_is_accepted(overrides: s
 
 
 def test_distillation_without_a_teacher_says_what_is_missing() -> None:
-    with pytest.raises(ConfigurationError, match=r"there is none\n *-> set algorithm\.kl\.path"):
+    with pytest.raises(ConfigurationError, match=r"there is none\n *-> set algorithm\.kl\.reference_model"):
         load_config(["algorithm=opd"])
 
 

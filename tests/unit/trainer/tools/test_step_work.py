@@ -110,7 +110,7 @@ def test_the_larger_of_policy_and_critic_needs_memory_to_compute(
 def test_a_teacher_costs_its_own_size(rank: int, shape_7b: ModelShape, critics: dict[str, ModelShape]) -> None:
     """Its share of memory, its pass, and what is there while it computes; whether the policy has adapters or not."""
     large, policy = critics["large"], replace(shape_7b, num_adapter_params=rank * 10**6)
-    kl = replace(RunConfig().algorithm.kl, coef=0.1, path="some/teacher")
+    kl = replace(RunConfig().algorithm.kl, coef=0.1, reference_model="some/teacher")
 
     def plan(teacher: ModelShape | None, **learner: bool) -> RunPlan:
         cfg = config(algorithm={"kl": kl if teacher is not None else RunConfig().algorithm.kl}, learner=learner)
