@@ -179,7 +179,7 @@ def read_curve(run_dir: Path) -> dict[str, Any]:
         for one in read_records(run_dir / "evaluations.jsonl")
         if one.get("accuracy") is not None  # one that failed has none
     ]
-    wanted = ("learner/mismatch", "learner/correction")
+    wanted = ("mismatch/", "learner/correction")
     names = sorted({name for line in lines for name in line if name.startswith(wanted)})
     means = {name: sum(v) / len(v) for name in names if (v := [line[name] for line in lines if name in line])}
     rewards = [[line["step"], line["reward/mean"]] for line in lines if "reward/mean" in line]

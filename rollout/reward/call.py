@@ -35,27 +35,27 @@ def to_result(value: object) -> RewardResult:
         RewardError: anything else, saying what was returned.
     """
     if not isinstance(value, Mapping):
-        return RewardResult(reward=_finite(value, "it"))
+        return RewardResult(reward=_finite(value))
     if "reward" not in value:
         raise RewardError(f'returned a dict without the key "reward" (keys: {sorted(map(str, value))}); add it')
     if len(value) > _MAX_PARTS:
         raise RewardError(f"returned a dict of {len(value)} entries; at most {_MAX_PARTS} parts are recorded")
-    parts = {clip(str(name)): _finite(part, f"entry {str(name)!r}") for name, part in value.items()}
+    parts = {clip(str(name)): _finite(part, f" as entry {str(name)!r}") for name, part in value.items()}
     return RewardResult(reward=parts.pop("reward"), parts=parts)
 
 
-def _finite(value: object, what: str) -> float:
+def _finite(value: object, where: str = "") -> float:
     item = getattr(value, "item", None)
     if item is not None and getattr(value, "ndim", None) == 0:  # a boolean of NumPy, a tensor of one number
         value = item()
     if not isinstance(value, numbers.Real):
         raise RewardError(
-            f"returned {type(value).__name__} {value!r:.80} ({what}); a reward is a finite number, or a dict of them "
+            f"returned {type(value).__name__} {value!r:.80}{where}; a reward is a finite number, or a dict of them "
             'with the key "reward"'
         )
     number = float(value)
     if not math.isfinite(number):
-        raise RewardError(f"returned {number} ({what}); a reward must be finite, so guard the division or the log")
+        raise RewardError(f"returned {number}{where}; a reward must be finite, so guard the division or the log")
     return number
 
 

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from trainer.config.schema import RunConfig
 from trainer.tools.memory_plan import GIB, Device
-from trainer.tools.run_plan import Workload, plan_run
+from trainer.tools.run_plan import plan_run
 
 if TYPE_CHECKING:
     from trainer.tools.memory_plan import ModelShape
@@ -38,6 +38,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
     return replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in sections.items()})
 
 
-def planned(cfg: RunConfig, shape: ModelShape, device: Device = BIG, **workload: Any) -> RunPlan:
-    known = Workload(**({"prompt_tokens": 100.0} | workload))
-    return plan_run(cfg, shape, device, critic=None, workload=known)
+def planned(
+    cfg: RunConfig, shape: ModelShape, device: Device = BIG, *, prompt_tokens: float = 100.0, **given: Any
+) -> RunPlan:
+    return plan_run(cfg, shape, device, prompt_tokens=prompt_tokens, **given)

@@ -5,27 +5,48 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import yaml
 
+from trainer.config.plain import to_run_config
 from trainer.telemetry.trace import Tracer
-from trainer.tools.run_records import Setup, StepLine
+from trainer.tools.run_records import RunFacts, StepLine, TraceFacts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-SETUP = Setup(
-    num_ranks=4,
-    num_replicas=4,
-    tensor_parallel_size=1,
-    max_staleness=1,
-    groups_per_step=8,
-    group_size=4,
-    max_num_seqs=32,
-    sync_slots=2,
-    device_name="an accelerator",
-)
+    from trainer.config.schema import RunConfig
+
 NUM_STEPS = 40
 Intervals = list[tuple[float, float]]
+SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "mode": {"max_staleness": 1},
+    "learner": {"num_ranks": 4},
+    "rollout": {"num_replicas": 4, "group_size": 4, "max_num_seqs": 32},
+    "trainer": {"groups_per_step": 8},
+}
+
+
+def played_config(**sections: Mapping[str, Any]) -> RunConfig:
+    """On 4 + 4 devices, with S = 1."""
+    cfg, problems = to_run_config({
+        name: {**SECTIONS.get(name, {}), **sections.get(name, {})} for name in {*SECTIONS, *sections}
+    })  # fmt: skip
+    assert not problems
+    return cfg
+
+
+def facts_of(
+    lines: Sequence[StepLine],
+    *,
+    full_s: float | None = None,
+    device: str = "an accelerator",
+    **sections: Mapping[str, Any],
+) -> RunFacts:
+    """`full_s`: what a trace shows of the engines' time for a step at their full rate; None without a trace."""
+    trace = None if full_s is None else TraceFacts(engines_idle_s=0.0, evaluation_s=0.0, generation_full_s=full_s)
+    return RunFacts(cfg=played_config(**sections), lines=lines, device_name=device, trace=trace)
 
 
 def play(
@@ -50,7 +71,6 @@ def play(
             StepLine(
                 step=k + 1, step_s=end - at, learner_s=learn_s, data_wait_s=ready - at, sync_wait_s=sync_s,
                 pack_s=0.1 * sync_s, engines_idle_s=begin - idle_since, slot_wait_s=begin - idle_since,
-                oldest_wait_s=0.0,
             )
         )  # fmt: skip
         at, idle_since = end, engine_free
@@ -65,18 +85,14 @@ def write_run(
     lines, generations, trainings = play(generate_s, learn_s)
     config = {
         "device": {"name": "cuda"}, "learner": {"num_ranks": 4}, "rollout": {"num_replicas": 4},
-        "from_another_version": 1,
+        "trainer": {"groups_per_step": 8}, "from_another_version": 1,
     }  # fmt: skip
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     with (run_dir / "metrics.jsonl").open("w") as file:
         for line in lines:
-            record: dict[str, Any] = {
-                "step": line.step, "perf/step_s": line.step_s, "learner/step_s": line.learner_s,
-                "time/wait_for_batch_s": line.data_wait_s, "time/wait_for_sync_s": line.sync_wait_s,
-                "sync/pack_s": line.pack_s, "buffer/oldest_wait_s": line.oldest_wait_s,
-            }  # fmt: skip
-            if with_idle:
-                record |= {"time/engines_idle_s": line.engines_idle_s, "time/backpressure_s": line.slot_wait_s}
+            record = msgspec.to_builtins(line)
+            if not with_idle:
+                record |= {"time/engines_idle_s": None, "time/backpressure_s": None}
             file.write(json.dumps(record) + "\n")
         file.write('{"step": 99, "perf/st')
     tracer = Tracer(run_dir / "trace.json")

@@ -535,7 +535,7 @@ class TinyLearner(PolicyTrainer):
     def __init__(self) -> None:
         assert TINY_MODEL is not None
         device, cfg = torch.device("cpu"), run_config(TINY_MODEL, eps=EPS)
-        super().__init__(cfg, rank=0, world_size=1, device=device, backend=get_backend("cpu"))
+        super().__init__(cfg, device=device, backend=get_backend("cpu"))
 
 
 class LearningWorld(World):

@@ -2,7 +2,7 @@
 
 Usage: python -m trainer.advise RUN_DIR [--json]
 
-Exit codes: 0 there is a diagnosis, 1 too few steps to say anything, 2 the directory holds no run.
+Exit codes: 0 there is a diagnosis, 1 too few steps for one, 2 the directory holds no run.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from trainer.tools.run_records import InvalidRunDir, TooFewSteps, read_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
-    from trainer.tools.run_records import RunFacts, Setup, StepLine
+    from trainer.config.schema import RunConfig
+    from trainer.tools.run_records import RunFacts
 
 
 EXIT_DIAGNOSED, EXIT_TOO_EARLY, EXIT_NOT_A_RUN = 0, 1, 2
 MATTERS = 0.05
-"""A share of the time, or a gain, that is smaller is not worth a word of advice."""
+"""A smaller share of the time, or a smaller gain, is not worth a word of advice."""
 SURE_STEPS = 20
 RARER = "are evaluations and saves needed so often?"
-"""Said where the other time of a step is what could be shortened."""
+"""Where the other time of a step is what could be shortened."""
 
 Verdict = Literal[
     "generation_bound", "training_bound", "sync_waits", "evaluation_waits", "overlap_limited", "long_tail", "balanced",
@@ -41,15 +43,15 @@ VERDICTS: dict[Verdict, str] = {
     "sync_waits": "The learner waits for weight sync.",
     "evaluation_waits": "The learner waits for evaluations.",
     "overlap_limited": "Both sides wait for each other.",
-    "long_tail": "The learner waits for the longest answers; the engines would be fast enough.",
-    "colocated": "Learner and engines take turns.",
+    "long_tail": "The learner waits for the longest responses; the engines would be fast enough.",
+    "colocated": "Learner and engines alternate.",
     "balanced": "Neither side waits: the run is balanced.",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Waits as shares of the steady time. They overlap, so they need not add up. None: not recorded."""
+    """Waits as shares of the time of some steps. They overlap, so they need not add up. None: not recorded."""
 
     learner_waits_for_data: float
     """Without its waits for evaluations."""
@@ -110,54 +112,88 @@ class Diagnosis:
 class Recommendation:
     """One thing to change. `keys` is empty if nothing is worth it."""
 
-    keys: dict[str, int | str]
     why: str
-    step_s: float | None
-    """Time of a step that the model expects; None where it has no say."""
+    keys: dict[str, int | str]
+    step_s: float | None = None
+    """Time of a step that the model expects; None where it expects none."""
+
+    @property
+    def arguments(self) -> str:
+        """The keys as arguments of a command."""
+        return " ".join(f"{key}={value}" for key, value in self.keys.items())
+
+    @property
+    def caveats(self) -> list[str]:
+        """What is not known of another division of devices, in words."""
+        if not {"learner.num_ranks", "rollout.num_replicas"} & self.keys.keys():
+            return []
+        command = f"python -m trainer --dry-run {self.arguments}"
+        return [
+            f"Whether that fits into memory: check it with `{command}` and all other options of this run.",
+            "What communication between another number of ranks, and with another number of engines, costs.",
+        ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainer.advise", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("run_dir", type=Path, help="directory of a run that has ended or is under way")
+    parser.add_argument("run_dir", type=Path, help="directory of a run that has ended or is in progress")
     parser.add_argument("--json", action="store_true", help="print values for programs instead of words")
     args = parser.parse_args(argv)
     try:
         facts = read_run(args.run_dir)
-    except (InvalidRunDir, TooFewSteps) as error:
+    except InvalidRunDir as error:
         sys.stderr.write(f"{error}\n")
-        return EXIT_NOT_A_RUN if isinstance(error, InvalidRunDir) else EXIT_TOO_EARLY
+        return EXIT_NOT_A_RUN
+    except TooFewSteps as early:
+        sys.stderr.write(f"{early}\n")
+        sys.stdout.write(_so_far(early, as_json=args.json))
+        return EXIT_TOO_EARLY
     found = diagnose(facts)
     advice = recommend(found, facts)
-    sys.stdout.write(as_json(found, advice) if args.json else format_report(found, advice, facts.setup))
+    sys.stdout.write(as_json(found, advice) if args.json else format_report(found, advice, facts))
     return EXIT_DIAGNOSED
+
+
+def _so_far(early: TooFewSteps, *, as_json: bool) -> str:
+    """The waits in all steps, which are too few for a diagnosis."""
+    facts, num = early.facts, len(early.facts.lines)
+    step_s = fmean(line.step_s for line in facts.lines) if num else 0.0
+    shares = shares_of(facts) if num else None
+    if as_json:
+        values = {"verdict": None, "num_steps": num, "num_steps_missing": early.num_missing, "step_s": step_s}
+        return _json({**values, "shares": None if shares is None else asdict(shares)})
+    if shares is None:
+        return ""
+    head = f"So far {num} step{'' if num == 1 else 's'}, the first ones included, {_s(step_s)} each."
+    return "\n".join([f"{head} Share of that time in which", *_waits(shares)]) + "\n"
 
 
 def diagnose(facts: RunFacts) -> Diagnosis:
     """Who waits for whom, by how much, and what each division of the devices would give."""
-    lines, setup, trace = facts.lines, facts.setup, facts.trace
-    step_s = _mean(line.step_s for line in lines)
-    shares = _shares(facts, step_s)
-    computes_s, packs_s = _mean(line.learner_s for line in lines), _mean(line.pack_s for line in lines)
-    sync_s, data_s = _mean(line.sync_wait_s for line in lines), _mean(line.data_wait_s for line in lines)
+    lines, trace, is_colocated = facts.lines, facts.trace, facts.cfg.mode.shares_devices
+    step_s, shares = fmean(line.step_s for line in lines), shares_of(facts)
+    computes_s, packs_s = fmean(line.learner_s for line in lines), fmean(line.pack_s for line in lines)
+    sync_s, data_s = fmean(line.sync_wait_s for line in lines), fmean(line.data_wait_s for line in lines)
     other_s = max(0.0, step_s - computes_s - data_s - sync_s)
     # Of a colocated run, neither the wait for sync nor moving in and out is learning; packing is.
-    turns = setup.is_colocated
-    scaled_s = computes_s + (packs_s if turns else 0.0)
-    learning_s = scaled_s + (0.0 if turns else sync_s)
-    generation_s = _generation_s(shares, step_s)
+    scaled_s, fixed_s = (computes_s + packs_s, 0.0) if is_colocated else (computes_s, sync_s + other_s)
+    learning_s = scaled_s if is_colocated else computes_s + sync_s
+    # Engines that serve an evaluation are not idle either.
+    generation_s = None
+    if shares.engines_idle is not None:
+        generation_s = step_s * max(0.0, 1 - shares.engines_idle - shares.learner_waits_for_evaluation)
     full_s = None if trace is None else trace.generation_full_s
-    if setup.max_staleness > 0 or turns:  # they overlap, or would on separate devices
+    if facts.cfg.mode.max_staleness > 0 or is_colocated:  # they overlap, or would on separate devices
         counted_s = _at_best(generation_s, full_s)
-    else:  # engines that answer an evaluation while the learner stands still are busy; that is its other time already
+    else:  # engines that serve an evaluation while the learner stands still are busy; that is its other time already
         counted_s = 0.0 if generation_s is None else min(generation_s, data_s)
     verdict = _verdict(
         shares,
-        setup,
+        facts.cfg,
         has_slack=full_s is not None and full_s <= (1 - 2 * MATTERS) * (computes_s + sync_s),
         has_tails=full_s is not None and max(learning_s + other_s, full_s) <= (1 - 2 * MATTERS) * step_s,
     )
-    fixed_s = 0.0 if turns else sync_s + other_s
     return Diagnosis(
         num_steps=len(lines),
         num_lost_steps=facts.num_lost_steps,
@@ -168,41 +204,36 @@ def diagnose(facts: RunFacts) -> Diagnosis:
         generation_s=generation_s,
         generation_full_s=full_s,
         verdict=verdict,
-        splits=() if not counted_s else splits_of(setup, scaled_s, counted_s, fixed_s=fixed_s),
-        limits=(*_failures(lines), *_limits(shares, setup, verdict, has_closed_slots=facts.has_closed_slots)),
+        splits=() if not counted_s else splits_of(facts, scaled_s, counted_s, fixed_s=fixed_s),
+        limits=tuple(_limits(shares, facts, verdict)),
         unknown=tuple(_unknown(facts, shares)),
     )
 
 
-def splits_of(setup: Setup, learning_s: float, generation_s: float, *, fixed_s: float) -> tuple[DeviceSplit, ...]:
+def splits_of(facts: RunFacts, learning_s: float, generation_s: float, *, fixed_s: float) -> tuple[DeviceSplit, ...]:
     """Every way to give all devices away, fastest first; of equal ones, that nearest to today's.
 
     Args:
         learning_s: of a step, what more ranks shorten; they do not shorten `fixed_s`, which the learner also needs.
     """
-    found: list[DeviceSplit] = []
-    for replicas in range(1, setup.num_devices // setup.tensor_parallel_size + 1):
-        ranks = setup.num_devices - replicas * setup.tensor_parallel_size
-        if ranks >= 1:
-            learning = learning_s * setup.num_ranks / ranks + fixed_s
-            generation = generation_s * setup.num_replicas / replicas
-            overlap = setup.max_staleness > 0 or setup.is_colocated
-            step_s = max(learning, generation) if overlap else learning + generation
-            found.append(DeviceSplit(num_ranks=ranks, num_replicas=replicas, step_s=step_s))
-    return tuple(sorted(found, key=lambda s: (round(s.step_s, 9), abs(s.num_ranks - setup.num_ranks))))
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return sum(numbers) / len(numbers)
+    cfg, found = facts.cfg, list[DeviceSplit]()
+    tp, overlaps = cfg.rollout.tensor_parallel_size, cfg.mode.max_staleness > 0 or cfg.mode.shares_devices
+    for replicas in range(1, (facts.num_devices - 1) // tp + 1):
+        ranks = facts.num_devices - replicas * tp
+        learning = learning_s * cfg.learner.num_ranks / ranks + fixed_s
+        generation = generation_s * cfg.rollout.num_replicas / replicas
+        step_s = max(learning, generation) if overlaps else learning + generation
+        found.append(DeviceSplit(num_ranks=ranks, num_replicas=replicas, step_s=step_s))
+    return tuple(sorted(found, key=lambda s: (round(s.step_s, 9), abs(s.num_ranks - cfg.learner.num_ranks))))
 
 
 def _at_best(generation_s: float | None, full_s: float | None) -> float:
     return min([time_s for time_s in (generation_s, full_s) if time_s is not None], default=0.0)
 
 
-def _shares(facts: RunFacts, step_s: float) -> Shares:
-    lines, num = facts.lines, len(facts.lines)
+def shares_of(facts: RunFacts) -> Shares:
+    """The waits in the lines of `facts`, of which there is at least one."""
+    lines, total_s = facts.lines, sum(line.step_s for line in facts.lines)
     idle = [line.engines_idle_s for line in lines if line.engines_idle_s is not None]
     slots = [line.slot_wait_s for line in lines if line.slot_wait_s is not None]
     # Groups of the next step are waited for while the learner is busy with this one, which costs nothing.
@@ -211,39 +242,30 @@ def _shares(facts: RunFacts, step_s: float) -> Shares:
         for a, b in itertools.pairwise(lines)
         if b.step == a.step + 1
     )
-    idle_s: float | None = None
-    if len(idle) == num:
+    idle_s = None if facts.trace is None else facts.trace.engines_idle_s
+    if len(idle) == len(lines):
         idle_s = sum(idle)
-    elif facts.trace is not None:
-        idle_s = facts.trace.engines_idle_s
 
     def share(seconds: float) -> float:
-        return min(max(seconds / num / step_s, 0.0), 1.0) if step_s > 0 else 0.0
+        return min(max(seconds / total_s, 0.0), 1.0) if total_s > 0 else 0.0
 
     return Shares(
         learner_waits_for_data=share(sum(line.data_wait_s for line in lines)),
         learner_waits_for_evaluation=share(sum(line.evaluation_wait_s for line in lines)),
         learner_waits_for_sync=share(sum(line.sync_wait_s for line in lines)),
         engines_idle=None if idle_s is None else share(idle_s),
-        producer_waits_for_slots=share(sum(slots)) if len(slots) == num else None,
+        producer_waits_for_slots=share(sum(slots)) if len(slots) == len(lines) else None,
         old_groups_hold_up=share(forced_s),
     )
 
 
-def _generation_s(shares: Shares, step_s: float) -> float | None:
-    if shares.engines_idle is None:
-        return None
-    # Engines that answer an evaluation are not idle either.
-    return step_s * max(0.0, 1 - shares.engines_idle - shares.learner_waits_for_evaluation)
-
-
-def _verdict(shares: Shares, setup: Setup, *, has_slack: bool, has_tails: bool) -> Verdict:
+def _verdict(shares: Shares, cfg: RunConfig, *, has_slack: bool, has_tails: bool) -> Verdict:
     """
     Args:
         has_slack: at their full rate the engines would need clearly less than the learner.
         has_tails: with that rate, and the learner never waiting, a step would be clearly shorter.
     """
-    if setup.is_colocated:
+    if cfg.mode.shares_devices:
         return "colocated"
     idle = 0.0 if shares.engines_idle is None else shares.engines_idle
     data, sync, evaluation = (
@@ -253,7 +275,7 @@ def _verdict(shares: Shares, setup: Setup, *, has_slack: bool, has_tails: bool) 
         return "evaluation_waits"
     if sync >= 2 * MATTERS and sync >= max(data, idle if data >= MATTERS else 0.0):
         return "sync_waits"
-    if data >= MATTERS and idle >= MATTERS and (setup.max_staleness == 0 or min(data, idle) >= 2 * MATTERS):
+    if data >= MATTERS and idle >= MATTERS and (cfg.mode.max_staleness == 0 or min(data, idle) >= 2 * MATTERS):
         return "overlap_limited"
     if max(data, idle) < MATTERS:
         return "training_bound" if has_slack else "balanced"
@@ -262,209 +284,195 @@ def _verdict(shares: Shares, setup: Setup, *, has_slack: bool, has_tails: bool) 
     return "training_bound"
 
 
-def _failures(lines: Sequence[StepLine]) -> list[str]:
-    frac = _mean(line.failed_frac for line in lines)
-    if not frac:
-        return []
-    text = (
-        f"{frac:.1%} of the responses failed and have no reward: their reward function or agent raised or timed out. "
-    )
-    return [f"{text}Mean rewards are over the others; log.txt and summary.json (first_failure) name the first error."]
-
-
-def _limits(shares: Shares, setup: Setup, verdict: Verdict, *, has_closed_slots: bool) -> list[str]:
-    """What S and the size of a step prevent, in words."""
-    found: list[str] = []
-    if setup.is_colocated:
-        found.append("Learner and engines take turns on the same devices, by definition.")
-    elif setup.max_staleness == 0:
-        found.append("S = 0: generation and learning take turns, by definition.")
+def _limits(shares: Shares, facts: RunFacts, verdict: Verdict) -> list[str]:
+    """Failures, and what S and the size of a step prevent, in words."""
+    cfg, staleness, found = facts.cfg, facts.cfg.mode.max_staleness, list[str]()
+    if failed := fmean(line.failed_frac for line in facts.lines):
+        found.append(
+            f"{failed:.1%} of the responses failed and have no reward: their reward function or agent raised or timed "
+            "out. Mean rewards are over the others; log.txt and summary.json (first_failure) name the first error."
+        )
+    if cfg.mode.shares_devices:
+        found.append("Learner and engines alternate on the same devices, by definition.")
+    elif staleness == 0:
+        found.append("S = 0: generation and learning alternate, by definition.")
     elif shares.old_groups_hold_up >= MATTERS:
         found.append(
-            f"S = {setup.max_staleness} limits: {shares.old_groups_hold_up:.0%} of the time the learner waited for old "
-            "groups although enough others were ready."
+            f"S = {staleness} limits: {shares.old_groups_hold_up:.0%} of the time the learner waited for old groups "
+            "although enough others were ready."
         )
-    elif verdict == "overlap_limited" and not has_closed_slots:
-        found.append(f"S = {setup.max_staleness} limits: both sides wait, so they do not overlap enough.")
-    elif verdict == "long_tail" and not has_closed_slots:
-        found.append(f"S = {setup.max_staleness} limits: the longest answers take more steps than it gives them.")
+    elif verdict == "overlap_limited" and not facts.has_closed_slots:
+        found.append(f"S = {staleness} limits: both sides wait, so they do not overlap enough.")
+    elif verdict == "long_tail" and not facts.has_closed_slots:
+        found.append(f"S = {staleness} limits: the longest responses take more steps than it gives them.")
     if shares.learner_waits_for_evaluation >= MATTERS:
-        second = ", or a second engine" if setup.num_replicas == 1 else ""
+        second = ", or a second engine" if cfg.rollout.num_replicas == 1 else ""
         found.append(
             f"Evaluations limit: {shares.learner_waits_for_evaluation:.0%} of the time the learner waited for them; "
             f"rarer ones (trainer.eval_every), smaller ones (task.eval_size, task.eval_sets){second} would help."
         )
-    num_sequences = setup.max_groups * setup.group_size
-    capacity = setup.num_replicas * setup.max_num_seqs
+    num_sequences = facts.max_groups * cfg.rollout.group_size
+    capacity = cfg.rollout.num_replicas * cfg.rollout.max_num_seqs
     if num_sequences < capacity and verdict in ("generation_bound", "overlap_limited"):
         found.append(
-            f"trainer.groups_per_step = {setup.groups_per_step} may limit: (S + 1) x groups_per_step x group_size = "
-            f"{num_sequences} answers can be in flight at most, the engines take {capacity} at once."
+            f"trainer.groups_per_step = {cfg.trainer.groups_per_step} may limit: at most (S + 1) x groups_per_step x "
+            f"group_size = {num_sequences} responses can be in flight, the engines take {capacity} at once."
         )
     return found
 
 
 def _unknown(facts: RunFacts, shares: Shares) -> list[str]:
-    lines, setup, trace = facts.lines, facts.setup, facts.trace
-    found: list[str] = []
+    lines, trace, found = facts.lines, facts.trace, list[str]()
     if len(lines) < SURE_STEPS:
         found.append(f"Only {len(lines)} steady steps: the shares may still change.")
     if shares.engines_idle is None:
-        found.append("Neither metrics nor a trace tell when engines were idle: the generation-bound time is unknown.")
+        found.append("Neither metrics nor a trace show when engines were idle: the generation-bound time is unknown.")
     elif trace is not None and trace.generation_full_s is not None:
         found.append("With another number of replicas each has another share of the requests, and another full rate.")
         found.append(
-            "To the full rate a group is with engines until its rewards are there: tools and judges count as theirs."
+            "For the full rate a group is with engines until its rewards are there: tools and judges count as theirs."
         )
     elif shares.engines_idle >= 2 * MATTERS:
         found.append("Engines that often wait run with few requests; with more to do their rate may be higher.")
-    if shares.learner_waits_for_evaluation >= MATTERS and setup.num_replicas == 1:
+    if shares.learner_waits_for_evaluation >= MATTERS and facts.cfg.rollout.num_replicas == 1:
         found.append("Groups that begin only when an evaluation has ended are waited for as data.")
     if trace is not None and trace.evaluation_s >= MATTERS * sum(line.step_s for line in lines):
-        found.append("Evaluations ran beside a good part of these steps; engines may have counted them as work.")
-    if setup.is_device_assumed:
-        found.append("Nothing says on what it ran (no environment.jsonl, device.name=auto): an accelerator is assumed.")
-    if setup.shares_cores:
-        found.append("Learner and engines share this machine's cores: no split of devices can be judged from it.")
+        found.append("Evaluations ran during a good part of these steps; engines may have counted them as work.")
+    if facts.device_name == "auto":
+        found.append("What it ran on is unknown (no environment.jsonl, device.name=auto): an accelerator is assumed.")
+    if facts.shares_cores:
+        found.append("Learner and engines share this machine's cores, which say nothing about a split of devices.")
     return found
 
 
 def recommend(found: Diagnosis, facts: RunFacts) -> Recommendation:
     """The one change that is worth most."""
-    setup, verdict = facts.setup, found.verdict
-    match verdict:
+    match found.verdict:
         case "sync_waits":
-            return _about_sync(found, setup, pack_s=_mean(line.pack_s for line in facts.lines))
+            return _about_sync(found, facts)
         case "evaluation_waits":
-            return _about_evaluations(found, setup)
+            return _about_evaluations(found, facts.cfg)
         case "overlap_limited" | "long_tail":
             return _about_staleness(found, facts)
         case "generation_bound" | "training_bound":
-            return _about_devices(found, setup)
+            return _about_devices(found, facts)
         case "colocated":
-            return _about_separate_devices(found, setup)
+            return _about_separate_devices(found, facts)
         case "balanced":
-            leave = RARER if found.has_notable_rest else "leave it as it is"
+            leave = RARER if found.has_notable_rest else "leave it unchanged"
             return _nothing(f"neither side waits for the other; {leave}")
         case _:
-            raise ValueError(f"unknown verdict {verdict!r}")
+            raise ValueError(f"unknown verdict {found.verdict!r}")
 
 
 def _nothing(why: str) -> Recommendation:
-    return Recommendation(keys={}, why=why, step_s=None)
+    return Recommendation(keys={}, why=why)
 
 
 def _about_staleness(found: Diagnosis, facts: RunFacts) -> Recommendation:
-    """Today S + 1 steps are as long as the longest answers and their training take; with how many would they be, if
-    each took no longer than the floor?"""
-    setup = facts.setup
+    """Today S + 1 steps are as long as the longest responses and their training take; how many would they be, if each
+    took no longer than the floor?"""
     if facts.has_closed_slots and found.shares.old_groups_hold_up < MATTERS:
         return _nothing("not all slots are open yet: a run opens more when its learner has to wait; ask later")
-    overlap_limited = found.verdict == "overlap_limited"
-    side = "both sides wait for each other" if overlap_limited else "the longest answers are missed"
-    if setup.shares_cores:  # what overlaps there takes the cores from the other
+    side = "both sides wait for each other"
+    if found.verdict == "long_tail":
+        side = "the longest responses are late"
+    if facts.shares_cores:  # what overlaps there takes the cores from the other
         return _nothing(f"{side}, and both share the cores of this machine")
-    num_steps = (setup.max_staleness + 1) * found.step_s / found.floor_s
-    keys: dict[str, int | str] = {"mode": "async"} if setup.fixes_staleness else {}
-    keys["mode.max_staleness"] = max(setup.max_staleness + 1, math.ceil(num_steps - 1 - MATTERS))
+    mode = facts.cfg.mode
+    num_steps = (mode.max_staleness + 1) * found.step_s / found.floor_s
+    keys: dict[str, int | str] = {"mode": "async"} if mode.name in ("sync", "one_step_off") else {}
+    keys["mode.max_staleness"] = max(mode.max_staleness + 1, math.ceil(num_steps - 1 - MATTERS))
     return Recommendation(keys=keys, why=f"{side}: let generation run further ahead", step_s=found.floor_s)
 
 
-def _about_sync(found: Diagnosis, setup: Setup, *, pack_s: float) -> Recommendation:
-    waits_s = found.step_s * found.shares.learner_waits_for_sync
-    if pack_s < 0.5 * waits_s and setup.sync_slots < 4:
-        why = "the learner waits for a free slot, not for packing: engines still read an old version"
-        more = setup.sync_slots + 1
-        return Recommendation(keys={"weight_sync.num_slots": more}, why=why, step_s=found.step_s - waits_s + pack_s)
-    why = "every step pays for one packing of the weights: larger steps pay less often (the step then does more work)"
-    return Recommendation(keys={"trainer.groups_per_step": 2 * setup.groups_per_step}, why=why, step_s=None)
-
-
-def _about_evaluations(found: Diagnosis, setup: Setup) -> Recommendation:
-    instead = "smaller ones (task.eval_size, task.eval_sets) shorten it, too"
-    if setup.num_replicas == 1:
-        instead = f"{instead}, and with a second engine (rollout.num_replicas=2) syncs go on meanwhile"
-    why = f"the learner waits for evaluations: half as many halve that; {instead}"
-    waits_s = found.step_s * found.shares.learner_waits_for_evaluation
-    keys: dict[str, int | str] = {"trainer.eval_every": 2 * setup.eval_every} if setup.eval_every else {}
-    return Recommendation(keys=keys, why=why, step_s=found.step_s - waits_s / 2 if keys else None)
-
-
-def _about_separate_devices(found: Diagnosis, setup: Setup) -> Recommendation:
-    """Whether separate devices would be better than taking turns, with generation far enough ahead for the longest
-    answers."""
-    if setup.shares_cores or not found.splits:
-        return _nothing("learner and engines take turns, and nothing tells what devices of their own would give")
-    best = found.splits[0]
-    if best.step_s >= (1 - MATTERS) * found.step_s:
-        return _nothing(
-            f"taking turns on {setup.num_devices} devices is about as fast as any division of them, and on-policy"
+def _about_sync(found: Diagnosis, facts: RunFacts) -> Recommendation:
+    waits_s, pack_s = found.step_s * found.shares.learner_waits_for_sync, fmean(line.pack_s for line in facts.lines)
+    if pack_s < 0.5 * waits_s and facts.cfg.weight_sync.num_slots < 4:
+        return Recommendation(
+            keys={"weight_sync.num_slots": facts.cfg.weight_sync.num_slots + 1},
+            why="the learner waits for a free slot, not for packing: engines still read an old version",
+            step_s=found.step_s - waits_s + pack_s,
         )
-    # The longest answers take up to S + 1 turns of the engines.
-    turns_s = (setup.max_staleness + 1) * found.step_s * found.shares.learner_waits_for_data
-    longest_s = turns_s * setup.num_replicas / best.num_replicas
-    learning_s = found.learning_s * setup.num_ranks / best.num_ranks
-    staleness = max(1, math.ceil((longest_s + learning_s) / best.step_s - 1 - MATTERS))
-    why = f"on devices of their own both sides work at once; answers are then up to S = {staleness} steps old"
+    why = "every step pays for one packing of the weights: larger steps pay less often (the step then does more work)"
+    return Recommendation(keys={"trainer.groups_per_step": 2 * facts.cfg.trainer.groups_per_step}, why=why)
+
+
+def _about_evaluations(found: Diagnosis, cfg: RunConfig) -> Recommendation:
+    instead = "smaller ones (task.eval_size, task.eval_sets) shorten it, too"
+    if cfg.rollout.num_replicas == 1:
+        instead = f"{instead}, and with a second engine (rollout.num_replicas=2) syncs continue meanwhile"
+    why = f"the learner waits for evaluations: half as many halve that; {instead}"
+    if not cfg.trainer.eval_every:
+        return _nothing(why)
+    waits_s = found.step_s * found.shares.learner_waits_for_evaluation
     return Recommendation(
-        keys={"mode": "async", "mode.max_staleness": staleness, **_keys_of(best)}, why=why, step_s=best.step_s
+        keys={"trainer.eval_every": 2 * cfg.trainer.eval_every}, why=why, step_s=found.step_s - waits_s / 2
     )
 
 
-def _about_devices(found: Diagnosis, setup: Setup) -> Recommendation:
+def _about_separate_devices(found: Diagnosis, facts: RunFacts) -> Recommendation:
+    """Whether separate devices would be better than shared ones, with generation far enough ahead for the longest
+    responses."""
+    cfg = facts.cfg
+    if facts.shares_cores or not found.splits:
+        return _nothing("learner and engines alternate; what separate devices would give is unknown")
+    best = found.splits[0]
+    if best.step_s >= (1 - MATTERS) * found.step_s:
+        return _nothing(
+            f"sharing {facts.num_devices} devices is about as fast as any division of them, and it is on-policy"
+        )
+    # The longest responses take up to S + 1 turns of the engines.
+    turns_s = (cfg.mode.max_staleness + 1) * found.step_s * found.shares.learner_waits_for_data
+    longest_s = turns_s * cfg.rollout.num_replicas / best.num_replicas
+    learning_s = found.learning_s * cfg.learner.num_ranks / best.num_ranks
+    staleness = max(1, math.ceil((longest_s + learning_s) / best.step_s - 1 - MATTERS))
+    why = f"on separate devices both sides work at once; responses are then up to S = {staleness} steps old"
+    keys = {"mode": "async", "mode.max_staleness": staleness, **_keys_of(best)}
+    return Recommendation(keys=keys, why=why, step_s=best.step_s)
+
+
+def _about_devices(found: Diagnosis, facts: RunFacts) -> Recommendation:
+    num_ranks, num_replicas = facts.cfg.learner.num_ranks, facts.cfg.rollout.num_replicas
     learner_waits = found.verdict == "generation_bound"
     side = "the learner waits for data" if learner_waits else "the engines have nothing to do"
     if not learner_waits and (found.shares.engines_idle or 0.0) < MATTERS:
         side = "learning sets the pace (engines wait for slots)"
-    if setup.shares_cores:
+    if facts.shares_cores:
         return _nothing(f"{side}, and both share the cores of this machine")
     if found.splits:
-        best = found.splits[0]
-        today = next(split for split in found.splits if split.num_ranks == setup.num_ranks)
+        best, today = found.splits[0], next(split for split in found.splits if split.num_ranks == num_ranks)
         if best.step_s < (1 - MATTERS) * today.step_s:
-            why = f"{side}: divide the devices otherwise"
-            return Recommendation(keys=_keys_of(best), why=why, step_s=best.step_s)
+            return Recommendation(
+                keys=_keys_of(best), why=f"{side}: divide the devices differently", step_s=best.step_s
+            )
     if not learner_waits and found.other_s >= found.learning_s:
         return _nothing(f"{side}, but learning is the smaller part of it; {RARER}")
-    more, key, count = (
-        ("replicas", "rollout.num_replicas", setup.num_replicas)
-        if learner_waits
-        else ("learner devices", "learner.num_ranks", setup.num_ranks)
-    )
-    why = f"{side}, and no other division of {setup.num_devices} devices is much better: add {more}"
-    return Recommendation(keys={key: count + 1}, why=why, step_s=None)
+    more = "replicas" if learner_waits else "learner devices"
+    why = f"{side}, and no other division of {facts.num_devices} devices is much better: add {more}"
+    if learner_waits:
+        return Recommendation(keys={"rollout.num_replicas": num_replicas + 1}, why=why)
+    return Recommendation(keys={"learner.num_ranks": num_ranks + 1}, why=why)
 
 
 def _keys_of(split: DeviceSplit) -> dict[str, int | str]:
     return {"learner.num_ranks": split.num_ranks, "rollout.num_replicas": split.num_replicas}
 
 
-def as_arguments(advice: Recommendation) -> str:
-    """Its keys as arguments of a command."""
-    return " ".join(f"{key}={value}" for key, value in advice.keys.items())
-
-
-def _caveats(advice: Recommendation) -> list[str]:
-    """What is not known of another division of devices, in words."""
-    if not {"learner.num_ranks", "rollout.num_replicas"} & advice.keys.keys():
-        return []
-    command = f"python -m trainer --dry-run {as_arguments(advice)}"
-    return [
-        f"Whether that fits into memory: `{command}`, with all else that this run was given, tells.",
-        "What communication between another number of ranks, and with another number of engines, costs.",
-    ]
-
-
 def as_json(found: Diagnosis, advice: Recommendation) -> str:
     """The report for programs."""
-    unknown = [*found.unknown, *_caveats(advice)]
-    values = {**asdict(found), "unknown": unknown, "floor_s": found.floor_s, "recommendation": asdict(advice)}
+    unknown = [*found.unknown, *advice.caveats]
+    return _json({**asdict(found), "unknown": unknown, "floor_s": found.floor_s, "recommendation": asdict(advice)})
+
+
+def _json(values: dict[str, object]) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-def format_report(found: Diagnosis, advice: Recommendation, setup: Setup) -> str:
+def format_report(found: Diagnosis, advice: Recommendation, facts: RunFacts) -> str:
     """The report for people."""
-    shares, generation = found.shares, "unknown" if found.generation_s is None else _s(found.generation_s)
+    is_colocated = facts.cfg.mode.shares_devices
+    generation = "unknown" if found.generation_s is None else _s(found.generation_s)
     if found.generation_full_s is not None:
         generation += f" (at the full rate of the engines: {_s(found.generation_full_s)})"
     lines = [VERDICTS[found.verdict], ""]
@@ -472,54 +480,55 @@ def format_report(found: Diagnosis, advice: Recommendation, setup: Setup) -> str
         lines.append(f"{num} step{'' if num == 1 else 's'} with a lost engine {'is' if num == 1 else 'are'} left out.")
     lines += [
         f"Steady steps: {found.num_steps}, {_s(found.step_s)} each. Share of that time in which",
-        f"  the learner waited for data      {_share(shares.learner_waits_for_data)}",
-    ]
-    if shares.learner_waits_for_evaluation >= MATTERS:
-        lines.append(f"  ... and for evaluations          {_share(shares.learner_waits_for_evaluation)}")
-    lines += [
-        f"  the learner waited for sync      {_share(shares.learner_waits_for_sync)}",
-        f"  engines had nothing to do        {_share(shares.engines_idle)}",
-        f"  no slot was free (back-pressure) {_share(shares.producer_waits_for_slots)}",
+        *_waits(found.shares),
         "",
         f"Time of a step if only learning counted: {_s(found.learning_s)}; if only generation counted: {generation}.",
     ]
     if found.has_notable_rest:
-        hands = "devices that change hands, " if setup.is_colocated else ""
+        hands = "switching of devices, " if is_colocated else ""
         part = f"{_s(found.other_s)} of a step ({found.other_s / found.step_s:.0%})"
         lines.append(
             f"The rest, {part}, is neither: {hands}evaluations and saves that the learner waits for, and so on."
         )
-    if found.generation_s is not None and not setup.is_colocated:
+    if found.generation_s is not None and not is_colocated:
         best = "" if found.generation_full_s is None else " at the full rate"
         times = found.step_s / max(found.floor_s, 1e-9)
         learning = "learning with that rest" if found.has_notable_rest else "learning"
         lines.append(f"The steps took {times:.2f} times the larger of {learning} and generation{best}.")
-    lines += [*found.limits, *_split_text(found, setup), ""]
+    lines += [*found.limits, *_split_text(found, facts), ""]
     if advice.keys:
         gain = "" if advice.step_s is None else f" Expected: {_s(advice.step_s)} a step, now {_s(found.step_s)}."
-        lines += [f"Advice: {as_arguments(advice)}", f"  Why: {advice.why}.{gain}"]
+        lines += [f"Advice: {advice.arguments}", f"  Why: {advice.why}.{gain}"]
     else:
         lines.append(f"Advice: {advice.why}.")
-    if unknown := [*found.unknown, *_caveats(advice)]:
+    if unknown := [*found.unknown, *advice.caveats]:
         lines += ["", "What this cannot know:", *(f"  - {text}" for text in unknown)]
     return "\n".join(lines) + "\n"
 
 
-def _split_text(found: Diagnosis, setup: Setup) -> list[str]:
-    if not found.splits or setup.shares_cores or setup.is_colocated:
+def _waits(shares: Shares) -> list[str]:
+    rows = {"the learner waited for data": shares.learner_waits_for_data}
+    if shares.learner_waits_for_evaluation >= MATTERS:
+        rows["... and for evaluations"] = shares.learner_waits_for_evaluation
+    rows |= {
+        "the learner waited for sync": shares.learner_waits_for_sync,
+        "engines had nothing to do": shares.engines_idle,
+        "no slot was free (backpressure)": shares.producer_waits_for_slots,
+    }
+    return [f"  {what:<32} {'not recorded' if share is None else f'{share:6.1%}'}" for what, share in rows.items()]
+
+
+def _split_text(found: Diagnosis, facts: RunFacts) -> list[str]:
+    if not found.splits or facts.shares_cores or facts.cfg.mode.shares_devices:
         return []
-    best = found.splits[0]
-    today = next((s for s in found.splits if s.num_ranks == setup.num_ranks), best)
-    here = f"{setup.num_ranks} for the learner, {setup.num_replicas} x {setup.tensor_parallel_size} for engines"
-    if best.num_ranks == today.num_ranks:
-        return [f"Of {setup.num_devices} devices, the split of this run ({here}) is the best of {len(found.splits)}."]
-    there = f"{best.num_ranks} for the learner, {best.num_replicas} x {setup.tensor_parallel_size} for engines"
+    num_ranks, tp, best = facts.cfg.learner.num_ranks, facts.cfg.rollout.tensor_parallel_size, found.splits[0]
+    here = f"{num_ranks} for the learner, {facts.cfg.rollout.num_replicas} x {tp} for engines"
+    if best.num_ranks == num_ranks:
+        return [f"Of {facts.num_devices} devices, the split of this run ({here}) is the best of {len(found.splits)}."]
+    today = next(split for split in found.splits if split.num_ranks == num_ranks)
+    there = f"{best.num_ranks} for the learner, {best.num_replicas} x {tp} for engines"
     gain = f"{_s(best.step_s)} a step instead of {_s(today.step_s)}, {today.step_s / best.step_s:.2f} times as fast"
-    return [f"This run's split: {here}. Best of {setup.num_devices} devices by the model: {there}: {gain}."]
-
-
-def _share(value: float | None) -> str:
-    return "not recorded" if value is None else f"{value:6.1%}"
+    return [f"This run's split: {here}. Best of {facts.num_devices} devices by the model: {there}: {gain}."]
 
 
 def _s(seconds: float) -> str:

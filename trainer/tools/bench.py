@@ -2,20 +2,20 @@
 
 Usage: python -m trainer.bench --out FILE.json [--workload w1] [--case MODE:SPLIT ...] [--set WHICH:KEY=VALUE ...]
 
-A case is a mode and its division of the devices: async:2+2 (2 learner devices beside 2 for engines), sync:1+3,
+A case is a mode and its division of the devices: async:2+2 (2 learner devices and 2 for engines), sync:1+3,
 colocated:4 (learner and engines on all 4). NAME=MODE:SPLIT gives it a name of its own, so that one mode can be tried
 with several settings. Every case ends with figures in FILE.json, where those of earlier calls stay: several short calls
 do what one long one does. A case that runs out of time has failed, but keeps the figures of the steps it got to. The
-run directories stay in FILE.runs/, and what a run wrote to the screen in FILE.runs/NAME.output.txt.
+run directories stay in FILE.runs/, and what a run wrote to the console in FILE.runs/NAME.output.txt.
 
-With --steps N, N steps count. Every run makes --warmup steps before them and S (mode.max_staleness of the case) behind
+With --steps N, N steps count. Every run makes --warmup steps before them and S (mode.max_staleness of the case) after
 them: no prompt is left for its engines while it trains its last S. "per_step" in FILE.json has every step of every run,
 and says which counted.
 
-Workloads: 7B Qwen2 shape with random bfloat16 weights, prompts of 512 tokens, 32 prompts x 8 answers per step, a length
-for each answer from a seeded Pareto (shape 1, at least 256) that is cut at 4,096 (w1) or 16,384 (w1-heavy); uniform has
-256 tokens in every answer, where there is least to win. Lengths are forced and the same in every mode. Another model,
-with its weights, is --set WHICH:model.path=DIR; its shape is not known here, so its runs have no MFU.
+Workloads: 7B Qwen2 shape with random bfloat16 weights, prompts of 512 tokens, 32 prompts x 8 responses per step, a
+length for each response from a seeded Pareto (shape 1, at least 256) that is cut at 4,096 (w1) or 16,384 (w1-heavy);
+uniform has 256 tokens in every response, where there is least to gain. Lengths are forced and the same in every mode.
+Another model, with its weights, is --set WHICH:model.path=DIR; its shape is not known here, so its runs have no MFU.
 
 Exit codes: 0 every case of this call has figures, 1 one has not, 2 the command line or the file is wrong.
 
@@ -47,7 +47,6 @@ from trainer.telemetry.session import last_line_of, versions
 from trainer.tools.bench_figures import (
     BenchPlan,
     TooShort,
-    figures_as_values,
     figures_of,
     per_step,
     start_up,
@@ -72,7 +71,6 @@ from weight_sync.bench.shapes import MODELS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from types import FrameType
 
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -87,6 +85,10 @@ module = torch.get_device_module(backend.torch_device)
 named = getattr(module, "get_device_name", None)
 print(f"{backend.num_devices()} x {named(0)}" if named else f"{backend.name}, {os.cpu_count()} cores")
 """
+COLUMNS = (
+    "case", "devices", "steps", "step s (min-max)", "tok/s/device", "gen bound", "(full)", "learn bound", "step/bound",
+    "strict", "wait data", "wait sync", "pause ms", "sync s", "MFU", "start-up",
+)  # fmt: skip
 LEARNER, ENGINES, PAUSE = "#f58518", "#4c78a8", "#e45756"
 
 
@@ -98,23 +100,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--plot needs matplotlib, which is no dependency of Tandem: pip install matplotlib")
     work = workload(args.workload, is_tiny=args.tiny, shape=args.shape)
     try:
-        results = Results(args.out, work, is_shown_only=args.show)
+        runs = load_results(args.out, work, is_shown_only=args.show)
         chosen = [parse_case(text, tensor_parallel_size=args.tp) for text in args.case or DEFAULT_CASES]
         cases = [] if args.show else _only(with_overrides(chosen, args.set), args.only)
     except (InvalidCase, WorkloadMismatch) as error:
         parser.error(str(error))
     if args.skip_done:
-        cases = [case for case in cases if not _is_done(results, case)]
-    signal.signal(signal.SIGTERM, _stop)  # so that a scheduler's end is a clean shutdown, which ends the run too
+        cases = [case for case in cases if not _is_done(runs.get(case.name))]
+    # A scheduler's end is a clean shutdown, which ends the run too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for case in cases:
         _say(f"{case.name}: running, output in {output_of(_run_dir(args, case))}")
-        result = measure(args, work, case)
-        results.add(case.name, result)
+        runs[case.name] = result = measure(args, work, case)
+        save_results(args.out, work, runs)  # as soon as a case has ended
         _say(f"{case.name}: {result['problem'] or 'done'} after {result['wall_s']:.0f} s")
-    sys.stdout.write(table(results.runs))
+    sys.stdout.write(table(runs))
     if args.plot is not None:
-        plot(results.runs, args.plot)
-    return EXIT_DONE if all(_is_done(results, case) for case in cases) else EXIT_FAILED
+        plot(runs, args.plot)
+    return EXIT_DONE if all(_is_done(runs[case.name]) for case in cases) else EXIT_FAILED
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -173,7 +176,7 @@ def measure(args: argparse.Namespace, work: Workload, case: Case) -> dict[str, A
         "exit_code": outcome.exit_code,
         "commit": code.get("commit", "") if args.commit is None else args.commit,
         "versions": dict(code),
-        "devices": _devices(args.device),  # after the run: before it, nobody is to touch the devices
+        "devices": _devices(args.device),  # after the run: before it, nothing may touch the devices
         **examine(run_dir, outcome, plan),
     }
 
@@ -196,87 +199,70 @@ def output_of(run_dir: Path) -> Path:
 def examine(run_dir: Path, outcome: RunOutcome, plan: BenchPlan) -> dict[str, Any]:
     """Figures, steps, start-up and timeline of a run, or as much of them as it got to, and what went wrong."""
     records, spans = read_records(run_dir / "metrics.jsonl"), read_spans(run_dir / "trace.json")
-    found: dict[str, Any] = {
-        "problem": outcome.problem,
-        "figures": None,
-        "per_step": [],
-        "start_up": {},
-        "timeline": {},
-    }
+    problems, found = [outcome.problem], {"figures": None, "per_step": [], "start_up": {}, "timeline": {}}
     if not records or not spans:
-        found["problem"] = found["problem"] or f"{run_dir} has no metrics or no trace"
-        return found
+        return {"problem": outcome.problem or f"{run_dir} has no metrics or no trace", **found}
     if not outcome.problem and len(records) < plan.total_steps:
-        found["problem"] = f"made only {len(records)} of its {plan.total_steps} steps"
+        problems.append(f"made only {len(records)} of its {plan.total_steps} steps")
     found["per_step"] = per_step(records, plan)
     found["start_up"] = start_up(records, spans, outcome.output, started_at=outcome.started_at)
     try:
-        found["figures"] = figures_as_values(figures_of(records, spans, plan))
+        found["figures"] = figures_of(records, spans, plan)
         found["timeline"] = timeline_of(records, spans, plan)
     except (TooShort, KeyError) as error:
-        found["problem"] = "; ".join(text for text in (found["problem"], f"no figures: {error}") if text)
-    return found
+        problems.append(f"no figures: {error}")
+    return {"problem": "; ".join(filter(None, problems)), **found}
 
 
 class WorkloadMismatch(Exception):
     """The file holds results of something else; the message says of what."""
 
 
-class Results:
-    """The results of one workload in one file; every case of it is written as soon as it has ended."""
+def load_results(path: Path, work: Workload, *, is_shown_only: bool = False) -> dict[str, dict[str, Any]]:
+    """Results in a file by the name of their case, in the order in which they were first run; none without a file.
 
-    def __init__(self, path: Path, work: Workload, *, is_shown_only: bool = False) -> None:
-        """
-        Args:
-            is_shown_only: nothing is added, so figures of the earlier workload, with one length for all answers to a
-                prompt, may be in the file.
+    Args:
+        is_shown_only: nothing is added, so figures of the earlier workload, with one length for all responses to a
+            prompt, may be in the file.
 
-        Raises:
-            WorkloadMismatch: the file is there and is not one of this workload.
-        """
-        self._path, described = path, json.loads(json.dumps(asdict(work)))
-        self.content: dict[str, Any] = {"workload": described, "runs": {}}
-        if not path.exists():
-            return
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            before = found["workload"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise WorkloadMismatch(f"{path} holds no results ({error!r}); choose another file") from error
-        if is_shown_only and isinstance(before, dict) and "lengths_per" not in before:
-            described.pop("lengths_per")
-        if before != described:
-            raise WorkloadMismatch(f"{path} holds results of workload {before}, not {described}; choose another file")
-        self.content = found
+    Raises:
+        WorkloadMismatch: the file is not one of this workload.
+    """
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found, runs = content["workload"], content["runs"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WorkloadMismatch(f"{path} holds no results ({error!r}); choose another file") from error
+    described = json.loads(json.dumps(asdict(work)))
+    if is_shown_only and isinstance(found, dict) and "lengths_per" not in found:
+        described.pop("lengths_per")
+    if found != described:
+        raise WorkloadMismatch(f"{path} holds results of workload {found}, not {described}; choose another file")
+    return runs
 
-    @property
-    def runs(self) -> dict[str, dict[str, Any]]:
-        """By the name of the case, in the order in which they were first run."""
-        return self.content["runs"]
 
-    def add(self, name: str, result: Mapping[str, Any]) -> None:
-        """In the place of an older one of the same name."""
-        self.runs[name] = dict(result)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path, json.dumps(self.content, indent=1) + "\n")
+def save_results(path: Path, work: Workload, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"workload": asdict(work), "runs": runs}, indent=1) + "\n")
 
 
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
     """One line per case, then what went wrong."""
-    header = (
-        "case", "devices", "steps", "step s (min-max)", "tok/s/device", "gen bound", "(full)", "learn bound",
-        "step/bound", "strict", "wait data", "wait sync", "pause ms", "sync s", "MFU", "start-up",
-    )  # fmt: skip
-    rows = [header, *(_row(name, run) for name, run in runs.items() if run["figures"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    rows = [COLUMNS, *(_row(name, run) for name, run in runs.items() if run["figures"])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"FAILED {name}: {run['problem']}" for name, run in runs.items() if run["problem"]]
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, run: Mapping[str, Any]) -> Sequence[str]:
+def _row(name: str, run: Mapping[str, Any]) -> tuple[str, ...]:
     f, step = run["figures"], run["figures"]["step_s"]
-    started = run["start_up"].get("to_first_step_s")
+
+    def known(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
     strict = strict_ratio(step["mean"], generation_full_s=f["generation_full_s"], learning_s=f["learning_s"])
     return (
         name,
@@ -285,16 +271,16 @@ def _row(name: str, run: Mapping[str, Any]) -> Sequence[str]:
         f"{step['mean']:.2f} ({step['min']:.2f}-{step['max']:.2f})",
         f"{f['tokens_per_s_per_device']:,.0f}",
         f"{f['generation_s']:.2f}",
-        "-" if f["generation_full_s"] is None else f"{f['generation_full_s']:.2f}",
+        known(f["generation_full_s"], ".2f"),
         f"{f['learning_s']:.2f}",
         f"{f['ratio']:.2f}",
-        "-" if strict is None else f"{strict:.2f}",
+        known(strict, ".2f"),
         f"{f['learner_waits_for_data_s']:.2f}",
         f"{f['learner_waits_for_sync_s']:.3f}",
         f"{1e3 * f['sync_pause_s']['mean']:.1f}",
         f"{f['sync_end_to_end_s']['mean']:.3f}",
-        "-" if f["mfu"] is None else f"{f['mfu']:.3f}",
-        "-" if started is None else f"{started:.0f}",
+        known(f["mfu"], ".3f"),
+        known(run["start_up"].get("to_first_step_s"), ".0f"),
     )
 
 
@@ -369,8 +355,7 @@ def _only(cases: Sequence[Case], which: Sequence[str]) -> list[Case]:
     return [case for case in cases if not which or {case.mode, case.name} & set(which)]
 
 
-def _is_done(results: Results, case: Case) -> bool:
-    run = results.runs.get(case.name)
+def _is_done(run: Mapping[str, Any] | None) -> bool:
     return run is not None and bool(run["figures"]) and not run["problem"]
 
 
@@ -388,10 +373,6 @@ def _positive(kind: type[int] | type[float]) -> Any:
 def _say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def _stop(number: int, _: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import json
 import re
 import string
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -73,18 +73,11 @@ class Workload:
 
 
 _W1 = Workload(
-    name="w1",
-    shape="qwen2.5-7b",
-    dtype="bfloat16",
-    prompt_tokens=512,
-    min_response_tokens=256,
-    max_response_tokens=4096,
-    groups_per_step=32,
-    group_size=8,
-    micro_batch_tokens=16384,
+    name="w1", shape="qwen2.5-7b", dtype="bfloat16", prompt_tokens=512, min_response_tokens=256,
+    max_response_tokens=4096, groups_per_step=32, group_size=8, micro_batch_tokens=16384,
     # Without it, the activations of 16,384 tokens of this shape alone take more than 100 GiB.
     activation_checkpointing=True,
-)
+)  # fmt: skip
 WORKLOADS = {
     "w1": _W1,
     "w1-heavy": replace(_W1, name="w1-heavy", max_response_tokens=16384, micro_batch_tokens=512 + 16384),
@@ -107,24 +100,16 @@ def workload(name: str, *, is_tiny: bool, shape: str = _W1.shape) -> Workload:
     if not is_tiny:
         named = name if shape == _W1.shape else f"{name} ({shape})"
         return replace(chosen, name=named, shape=architecture(shape).name)
-    shortest, scale = 8, 32
-    return replace(
-        chosen,
-        name=f"{name} (tiny)",
-        shape=TINY_SHAPE.name,
-        dtype="float32",
-        prompt_tokens=16,
-        min_response_tokens=shortest,
-        max_response_tokens=chosen.max_response_tokens // scale,
-        groups_per_step=8,
-        group_size=4,
-        micro_batch_tokens=max(1024, 16 + chosen.max_response_tokens // scale),
+    longest = chosen.max_response_tokens // 32
+    return Workload(
+        name=f"{name} (tiny)", shape=TINY_SHAPE.name, dtype="float32", prompt_tokens=16, min_response_tokens=8,
+        max_response_tokens=longest, groups_per_step=8, group_size=4, micro_batch_tokens=max(1024, 16 + longest),
         activation_checkpointing=False,
-    )
+    )  # fmt: skip
 
 
 def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
-    """(model directory without weights, data set) in `folder`, written anew."""
+    """(model directory without weights, data set) in `folder`, written again."""
     model, prompts = folder / "model", folder / "prompts.jsonl"
     model.mkdir(parents=True, exist_ok=True)
     # No end token anywhere: nothing but its budget ends an answer.
@@ -135,8 +120,12 @@ def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
     tokenizer.save_pretrained(model)
     with prompts.open("w", encoding="utf-8") as file:
         for index in range(NUM_PROMPTS):
-            row = {"prompt": _text(work, index), "answer": "", LENGTH_COLUMN: work.lengths_of(index)}
-            file.write(json.dumps(row) + "\n")
+            # A character per token. No two prompts begin alike, so that a prefix cache helps within a group only.
+            letters = np.random.default_rng([work.seed, index, 1]).choice(
+                list(string.ascii_letters), work.prompt_tokens
+            )
+            text = f"{index:06d}"[: work.prompt_tokens] + "".join(letters[6:])
+            file.write(json.dumps({"prompt": text, "answer": "", LENGTH_COLUMN: work.lengths_of(index)}) + "\n")
     return model, prompts
 
 
@@ -183,17 +172,10 @@ def run_config(work: Workload, model: Path, prompts: Path, *, device: str) -> di
 
 
 def attention_tokens(work: Workload, num_prompts: int) -> float:
-    """Mean length of the sequence that a token stands in: sum of squares over sum, prompts included; of the first
+    """Mean length of the sequence that a token is in: sum of squares over sum, prompts included; of the first
     `num_prompts`."""
     whole = np.array(work.lengths(num_prompts), np.float64) + work.prompt_tokens
     return float((whole**2).sum() / whole.sum())
-
-
-def _text(work: Workload, index: int) -> str:
-    """A character per token. No two prompts begin alike, so that a prefix cache helps within a group only."""
-    rng = np.random.default_rng([work.seed, index, 1])
-    letters = rng.choice(list(string.ascii_letters), work.prompt_tokens)
-    return f"{index:06d}"[: work.prompt_tokens] + "".join(letters[6:])
 
 
 Mode = Literal["async", "sync", "colocated"]
@@ -205,15 +187,13 @@ _SET_OTHERWISE = {
     **dict.fromkeys(("mode", "mode.name"), "is the MODE of --case MODE:SPLIT"),
     **dict.fromkeys(("learner.num_ranks", "rollout.num_replicas"), "follows from the SPLIT of --case MODE:SPLIT"),
     "rollout.tensor_parallel_size": "is --tp",
-    **dict.fromkeys(
-        ("trainer.groups_per_step", "rollout.group_size"), "is the workload's, which figures are reckoned by"
-    ),
+    **dict.fromkeys(("trainer.groups_per_step", "rollout.group_size"), "is the workload's, which the figures rely on"),
     "device": "is --device",
     "run_dir": "is the benchmark's own",
 }
 """Key -> why `--set` must not set it."""
 MAX_SEQUENCES = 512
-"""Answers that an engine is set up to run at once at most, unless a case says otherwise."""
+"""Responses that an engine is set up to run at once at most, unless a case has another limit."""
 _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<mode>\w+):(?P<split>.+)")
 
 
@@ -255,27 +235,29 @@ def parse_case(text: str, *, tensor_parallel_size: int) -> Case:
     """`[NAME=]MODE:SPLIT`, where SPLIT is LEARNERS+ENGINES in devices, or for colocated the devices of both.
 
     Raises:
-        InvalidCase: it cannot be read, or the devices do not go up.
+        InvalidCase: it cannot be read, or the devices do not divide into engines.
 
     Example:
         parse_case("async:2+2", tensor_parallel_size=1).name  # "async 2+2"
     """
     found = _SPEC.fullmatch(text)
-    if found is None or found["mode"] not in get_args(Mode):
-        modes = ", ".join(get_args(Mode))
+    if found is None or found["mode"] not in STALENESS:
+        modes = ", ".join(STALENESS)
         raise InvalidCase(
             f"case {text!r} must be [NAME=]MODE:SPLIT with MODE one of {modes}, e.g. async:2+2, colocated:4"
         )
     mode: Mode = found["mode"]  # pyright: ignore[reportAssignmentType]
-    learners, engines = _split(found["split"], mode, text)
+    devices, is_shared = found["split"].split("+"), mode == "colocated"
+    if len(devices) != (1 if is_shared else 2) or not all(part.isdecimal() and int(part) > 0 for part in devices):
+        form = "the number of devices, e.g. 4" if is_shared else "LEARNERS+ENGINES, e.g. 2+2"
+        raise InvalidCase(f"case {text!r}: the split of mode {mode} must be {form}")
+    engines = int(devices[-1])
     if engines % tensor_parallel_size:
-        raise InvalidCase(
-            f"case {text!r}: {engines} engine devices cannot be shared out to engines of --tp devices each"
-        )
+        raise InvalidCase(f"case {text!r}: {engines} engine devices do not divide into engines of --tp devices each")
     return Case(
         name=found["name"] if found["name"] else f"{mode} {found['split']}",
         mode=mode,
-        num_ranks=learners,
+        num_ranks=int(devices[0]),
         num_replicas=engines // tensor_parallel_size,
         tensor_parallel_size=tensor_parallel_size,
     )
@@ -285,19 +267,23 @@ def with_overrides(cases: Sequence[Case], settings: Sequence[str]) -> list[Case]
     """The cases with what `WHICH:KEY=VALUE` adds to them; WHICH is a mode, the name of a case, or `all`.
 
     Raises:
-        InvalidCase: a setting cannot be read, reaches no case or is not for it to say, or two cases have one name.
+        InvalidCase: a setting cannot be read, reaches no case or is not for it to set, or two cases have one name.
     """
     names = [case.name for case in cases]
     if double := {name for name in names if names.count(name) > 1}:
         raise InvalidCase(
             f"two cases are called {', '.join(sorted(double))}; give one a name of its own: NAME=MODE:SPLIT"
         )
-    found: dict[str, list[str]] = {case.name: [] for case in cases}
+    found: dict[str, list[str]] = {name: [] for name in names}
     for setting in settings:
         which, colon, override = setting.partition(":")
         if not colon or "=" not in override:
             raise InvalidCase(f"setting {setting!r} must be WHICH:KEY=VALUE, e.g. sync:rollout.max_num_seqs=256")
-        _check(override)
+        key, value = _key(override), override.partition("=")[2]
+        if key in _SET_OTHERWISE:
+            raise InvalidCase(f"{key} is not for --set: it {_SET_OTHERWISE[key]}")
+        if key == STALENESS_KEY and not value.isdecimal():
+            raise InvalidCase(f"{STALENESS_KEY} must be a number >= 0, got {value!r}")
         reached = [case.name for case in cases if which in ("all", case.mode, case.name)]
         if not reached:
             raise InvalidCase(f"setting {setting!r} reaches no case; there are {', '.join(names)}")
@@ -307,14 +293,14 @@ def with_overrides(cases: Sequence[Case], settings: Sequence[str]) -> list[Case]
 
 
 def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> list[str]:
-    """The command line of a case behind `--config-name bench`; `num_steps` are all that the run makes.
+    """The command line of a case after `--config-name bench`; `num_steps` are all that the run makes.
 
-    The workload's model has no weights; one that a setting names has its own, unless that says otherwise.
+    The workload's model has no weights; one that a setting names has its own, unless a setting makes them random.
 
-    Every engine has seats for all answers that can be under way, not for its share of them: the router shares out
-    tokens, so one engine may have more answers than the others, and none is to queue in it, whatever the mode.
+    Every engine may run all responses in flight at once, not only its share of them: the router balances tokens, so one
+    engine may have more responses than the others, and none is to queue in it, whatever the mode.
     """
-    answers = (case.max_staleness + 1) * work.groups_per_step * work.group_size
+    responses = (case.max_staleness + 1) * work.groups_per_step * work.group_size
     return [
         f"device={device}",
         f"mode={case.mode}",
@@ -322,31 +308,13 @@ def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> 
         f"rollout.num_replicas={case.num_replicas}",
         f"rollout.tensor_parallel_size={case.tensor_parallel_size}",
         f"rollout.num_workers={case.num_replicas}",
-        f"rollout.max_num_seqs={min(MAX_SEQUENCES, answers)}",
+        f"rollout.max_num_seqs={min(MAX_SEQUENCES, responses)}",
         f"{STEPS_KEY}={num_steps}",
         *([] if case.has_own_model else ["model.random_weights=true"]),
         *case.overrides,
     ]
 
 
-def _check(override: str) -> None:
-    """Raises InvalidCase if figures would be of something else than the case says."""
-    key, value = _key(override), override.partition("=")[2]
-    if key in _SET_OTHERWISE:
-        raise InvalidCase(f"{key} is not for --set: it {_SET_OTHERWISE[key]}")
-    if key == STALENESS_KEY and not value.isdecimal():
-        raise InvalidCase(f"{STALENESS_KEY} must be a number >= 0, got {value!r}")
-
-
 def _key(override: str) -> str:
     """Of KEY=VALUE, which Hydra takes with signs before it too."""
     return override.partition("=")[0].lstrip("+")
-
-
-def _split(split: str, mode: Mode, text: str) -> tuple[int, int]:
-    """Devices of the learner and of the engines."""
-    parts = split.split("+")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) != (1 if mode == "colocated" else 2):
-        form = "the number of devices, e.g. 4" if mode == "colocated" else "LEARNERS+ENGINES, e.g. 2+2"
-        raise InvalidCase(f"case {text!r}: the split of mode {mode} must be {form}")
-    return int(parts[0]), int(parts[-1])

@@ -24,7 +24,7 @@ from trainer.config.own_function import load_own
 from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from trainer.tools.plugin_contracts import Check
 
@@ -41,70 +41,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ConfigurationError, DataError) as error:
             sys.stderr.write(f"{error}\n")
             return EXIT_UNUSABLE
-        failed = _print_outcomes(checks)
+        from trainer.tools.plugin_contracts import format_outcome, run_checks
+
+        failed = 0
+        for rule, reason in run_checks(checks):
+            failed += bool(reason)
+            sys.stdout.write(f"{format_outcome(rule, reason)}\n")
+            sys.stdout.flush()
     verdict = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
     sys.stdout.write(f"{line.kind} {line.path}: {verdict}\n")
     return EXIT_BROKEN if failed else EXIT_KEPT
 
 
-def _print_outcomes(checks: Sequence[Check]) -> int:
-    """Prints each outcome as it comes; how many failed."""
-    from trainer.tools.plugin_contracts import format_outcome, run_checks
-
-    failed = 0
-    for rule, reason in run_checks(checks):
-        failed += bool(reason)
-        sys.stdout.write(f"{format_outcome(rule, reason)}\n")
-        sys.stdout.flush()
-    return failed
-
-
 def _checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> list[Check]:
     """What they need is open as long as `stack`. Raises ConfigurationError or DataError if the function cannot be
     loaded."""
+    if line.kind == "reward":
+        return _reward_checks(line, stack)
+    key = "algorithm.advantage_estimator" if line.kind == "advantage" else f"algorithm.{line.kind}"
+    numbers = dict(line.numbers)
+    function = load_own(line.path, key=key, args=numbers)
+    bound: Any = functools.partial(function, **numbers)
     match line.kind:
         case "loss":
-            return _loss_checks(line.path, dict(line.numbers))
+            from trainer.tools.loss_contract import loss_checks
+
+            return loss_checks(bound)
         case "advantage":
-            return _advantage_checks(line.path, dict(line.numbers))
+            from trainer.config.algorithm import declared_traits
+            from trainer.tools.plugin_contracts import advantage_checks
+
+            return advantage_checks(bound, traits=declared_traits(function))
         case "group_filter":
-            return _group_filter_checks(line.path, dict(line.numbers), line.metadata)
-        case "reward":
-            return _reward_checks(line, stack)
+            from trainer.tools.plugin_contracts import group_filter_checks
+
+            return group_filter_checks(bound, metadata=line.metadata)
         case _:
             raise ValueError(f"kind must be loss, advantage, group_filter or reward, got {line.kind!r}")
 
 
-def _loss_checks(path: str, numbers: Mapping[str, float]) -> list[Check]:
-    from trainer.tools.loss_contract import LossFn, loss_checks
-
-    loss = load_own(path, key="algorithm.loss", args=numbers)
-    return loss_checks(cast("LossFn", functools.partial(loss, **numbers)))
-
-
-def _advantage_checks(path: str, numbers: Mapping[str, float]) -> list[Check]:
-    from trainer.config.algorithm import declared_traits
-    from trainer.tools.plugin_contracts import EstimatorFn, advantage_checks
-
-    estimator = load_own(path, key="algorithm.advantage_estimator", args=numbers)
-    bound = cast("EstimatorFn", functools.partial(estimator, **numbers))
-    return advantage_checks(bound, traits=declared_traits(estimator))
-
-
-def _group_filter_checks(path: str, numbers: Mapping[str, float], metadata: Mapping[str, object]) -> list[Check]:
-    from trainer.tools.plugin_contracts import group_filter_checks
-
-    function = load_own(path, key="algorithm.group_filter", args=numbers)
-    return group_filter_checks(functools.partial(function, **numbers), metadata=metadata)
-
-
 def _reward_checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> list[Check]:
     from rollout.reward.call import RewardRequest
-    from trainer.tools.plugin_contracts import RewardRunner, reward_checks
+    from trainer.tools.plugin_contracts import ContractError, RewardRunner, reward_checks
 
     response = line.answer if line.response is None else line.response
     item = RewardRequest(prompt=line.prompt, response=response, answer=line.answer, metadata=line.metadata)
-    return reward_checks(stack.enter_context(RewardRunner(line.path, timeout_s=line.timeout)), item=item)
+    runner = stack.enter_context(RewardRunner(line.path, timeout_s=line.timeout))
+    with contextlib.suppress(ContractError):  # which the first check reports
+        result = runner.score(item)
+        parts = f", parts {dict(result.parts)}" if result.parts else ""
+        sys.stdout.write(f"response {response!r:.60}: reward = {result.reward}{parts}\n")
+    return reward_checks(runner, item=item)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from trainer.tools.run_plan import (
     FULL_EFFICIENCY,
     LINK_BYTES_PER_S,
     TAIL_EFFICIENCY,
-    Workload,
     plan_run,
     problems,
 )
@@ -36,28 +35,27 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.driver.datasets import DataSets
-    from trainer.driver.placement import Bundle, Placement
     from trainer.tools.memory_plan import Items, ModelShape
-    from trainer.tools.run_plan import RunPlan, StepWork
+    from trainer.tools.run_plan import RunPlan
 
 
 HOST_BYTES_PER_S = 50e9
 """Assumed of a device's link to the host's page-locked memory: PCIe 5.0 x16 has 63 GB/s each way."""
-
 UNDOUBTED_FLOPS = 100e12
 """Rate of training that a device for such models is trusted to reach: a third of the peak of the slowest in use."""
 
 
 def format_plan(plan: RunPlan, cfg: RunConfig, *, placement: Sequence[str] = ()) -> str:
     """What `--dry-run` prints. `placement` are the lines with the actors of each node, where the nodes are known."""
-    lines = [
-        *_placement(plan, cfg, placement),
-        *_memory(plan, cfg),
-        *_traffic(plan, cfg),
-        *_flight(plan, cfg),
-        *_store(plan),
-    ]
-    return "\n".join([*lines, *_balance(plan, cfg)]) + "\n"
+    parts = (
+        _placement(plan, cfg, placement),
+        _memory(plan, cfg),
+        _traffic(plan, cfg),
+        _flight(plan, cfg),
+        _store(plan),
+        _balance(plan, cfg),
+    )
+    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
 
 def _placement(plan: RunPlan, cfg: RunConfig, by_node: Sequence[str]) -> list[str]:
@@ -76,149 +74,124 @@ def _placement(plan: RunPlan, cfg: RunConfig, by_node: Sequence[str]) -> list[st
         *by_node,
         "",
         f"Model: {shape.num_params + shape.num_adapter_params:,} parameters in {shape.num_layers} blocks{adapters}",
-        "",
     ]
 
 
 def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
-    engine = plan.engine
-    commit = "staged" if engine.is_staged else "in place"
-    seats = f"{engine.max_num_seqs} x {engine.longest_tokens} = {engine.kv_demand:,}"
+    engine, items, ranks = plan.engine, plan.engine.items, cfg.learner.num_ranks
+    titles = "Per learner device", f"Per engine device (commit: {'staged' if engine.is_staged else 'in place'})"
+    if plan.is_paired:
+        titles = "Per device in the learner's turn", "Per device in the engine's turn"
+        items = (*items, MemoryItem("arena of the learner", plan.arena_bytes, ""))
+    wanted = f"{engine.max_num_seqs} x {engine.longest_tokens} = {engine.kv_demand:,}"
     share = min(engine.kv_tokens / engine.kv_demand, 1.0)
     tight = "  (may not fit: the longest sequence needs more)" if engine.may_not_fit else ""
-    full = "all of them" if share == 1 else f"{share:.0%} of them; the rest waits, or prompts and answers are shorter"
+    full = "all of them" if share == 1 else f"{share:.0%} of them; the rest waits, or prompts and responses are shorter"
     lines = [
-        *_table("Per device in the learner's turn" if plan.is_paired else "Per learner device", plan.learner, plan),
-        *_table(
-            "Per device in the engine's turn" if plan.is_paired else f"Per engine device (commit: {commit})",
-            _engine_items(plan),
-            plan,
-        ),
-        f"  The cache holds {engine.kv_tokens:,} tokens; {seats} may be wanted: {full}.{tight}",
+        *_table(titles[0], plan.learner, plan),
+        *_table(titles[1], items, plan),
+        f"  The cache holds {engine.kv_tokens:,} tokens; {wanted} may be wanted: {full}.{tight}",
     ]
     if not plan.device.is_shared:
-        lines.append(
-            f"  Assumed workspace of the engine: {gib(workspace_bytes(plan.device))}; it measures its own at the start."
-        )
+        workspace = gib(workspace_bytes(plan.device))
+        lines.append(f"  Assumed workspace of the engine: {workspace}; it measures its own at the start.")
     if engine.uncounted:
         names = ", ".join(f"rollout.engine_args.{name}" for name in engine.uncounted)
-        lines.append(f"  Counted as without {names}: weights and cache take as much as the engine says at its start.")
-    if plan.host:
-        lines += _host(plan, cfg)
+        lines.append(
+            f"  Counted as without {names}: weights and cache take as much as the engine reports at its start."
+        )
+    if plan.host:  # all ranks of a host allocate it together
+        has = "" if plan.host_bytes is None else f" of {gib(plan.host_bytes)}"
+        lines += ["Host memory per learner rank", *(_line(item.name, item.nbytes) for item in plan.host)]
+        if ranks > 1 or has:
+            lines.append(_line(f"{ranks} ranks together", ranks * total(plan.host), has))
     if plan.is_paired:
         lines.append(
             f"  To the host and back at every step: {gib(plan.moved_bytes)} per device, at "
             f"least {2 * plan.moved_bytes / HOST_BYTES_PER_S:.2g} s at {HOST_BYTES_PER_S / 1e9:.0f} GB/s."
         )
-    return [*lines, "  ~ marks an estimate, which may be off by half; attention is taken to keep no scores.", ""]
+    return [*lines, "  ~ marks an estimate, which may be off by half; attention is assumed to keep no scores."]
 
 
-def _host(plan: RunPlan, cfg: RunConfig) -> list[str]:
-    """Host memory is asked for by all ranks of a host together."""
-    has = "" if plan.host_bytes is None else f" of {gib(plan.host_bytes)}"
-    ranks = cfg.learner.num_ranks
-    together = f"  {f'{ranks} ranks together':<34}{gib(ranks * total(plan.host)):>12}{has}"
-    rows = [f"  {item.name:<34}{gib(item.nbytes):>12}" for item in plan.host]
-    return ["Host memory per learner rank", *rows, *([together] if ranks > 1 or has else [])]
-
-
-def _engine_items(plan: RunPlan) -> Items:
-    """What is on a device while an engine has it."""
-    if not plan.is_paired:
-        return plan.engine.items
-    return (*plan.engine.items, MemoryItem(name="arena of the learner", nbytes=plan.arena_bytes, hint=""))
+def _line(name: str, nbytes: int, note: str = "") -> str:
+    return f"  {name:<34}{gib(nbytes):>12}{note}"
 
 
 def _table(title: str, items: Items, plan: RunPlan) -> list[str]:
     needed = total(items)
     tight = needed > plan.device.total_bytes >= min_bytes(items)
-    return [title, *_rows(items), f"  {'together':<34}{gib(needed):>12}{'  (may not fit)' if tight else ''}"]
+    return [title, *_rows(items), _line("together", needed, "  (may not fit)" if tight else "")]
 
 
 def _rows(items: Items) -> list[str]:
-    return [
-        f"  {item.name:<34}{gib(item.nbytes):>12}{'' if item.is_exact else ' ~'}"
-        for item in sorted(items, key=lambda item: -item.nbytes)
-        if item.nbytes
-    ]
+    found = sorted((item for item in items if item.nbytes), key=lambda item: -item.nbytes)
+    return [_line(item.name, item.nbytes, "" if item.is_exact else " ~") for item in found]
 
 
 def _traffic(plan: RunPlan, cfg: RunConfig) -> list[str]:
     sync = plan.sync
     floors = "; ".join(f"{sync.floor_s(rate):.3g} s at {rate / 1e9:.0f} GB/s" for rate in LINK_BYTES_PER_S)
-    served = f"{gib(sync.rank_bytes)} {'to engines that hand it on' if sync.relays else 'to all of them'}"
+    served = f"{gib(sync.rank_bytes)} {'to engines that relay it' if sync.relays else 'to all of them'}"
     ends = f"each engine device reads {gib(sync.device_bytes)}, each learner rank serves {served}"
     return [
         "Weight sync, per version",
         f"  published {gib(sync.version_bytes)} ({cfg.model.rollout_dtype}); {ends}",
         f"  no pull is faster than {floors} per device (assumed rates of a link)",
-        "",
     ]
 
 
 def _flight(plan: RunPlan, cfg: RunConfig) -> list[str]:
-    staleness, groups = cfg.mode.max_staleness, cfg.trainer.groups_per_step
+    staleness, groups, limit_s = cfg.mode.max_staleness, cfg.trainer.groups_per_step, cfg.rollout.request_timeout_s
     slots = f"at most (S + 1) x B = ({staleness} + 1) x {groups} = {plan.num_slots} groups"
-    seats = cfg.rollout.num_replicas * plan.engine.max_num_seqs
-    lines = [f"In flight: {slots}, {plan.num_answers} answers over {seats} seats"]
-    turns = -(-plan.num_answers // seats)
+    at_once = cfg.rollout.num_replicas * plan.engine.max_num_seqs
+    lines = [f"In flight: {slots}, {plan.num_responses} responses; the engines generate {at_once} at once"]
+    turns = -(-plan.num_responses // at_once)
     if turns > 1:
-        limit_s = cfg.rollout.request_timeout_s
         lines.append(
-            f"  Up to {turns} answers have a seat one after the other: {limit_s / turns:,.0f} s for each, by "
+            f"  Up to {turns} responses are generated one after the other: {limit_s / turns:,.0f} s for each, by "
             f"rollout.request_timeout_s={limit_s:,.0f}"
         )
-    return [*lines, ""]
+    return lines
 
 
 def _store(plan: RunPlan) -> list[str]:
     store = plan.store
     has = "" if store.total_bytes is None else f" of {gib(store.total_bytes)}"
     tight = "  (may not fit: it spills to disk)" if store.may_spill else ""
-    rows = [*_rows(store.items), f"  {'together':<34}{gib(total(store.items)):>12}{has}{tight}"]
+    lines = [
+        "Object store of Ray, at most", *_rows(store.items), _line("together", total(store.items), f"{has}{tight}")
+    ]  # fmt: skip
     if not store.carries_groups:
-        size, most = f"{store.group_bytes / 1000:.3g} kB", f"{MAX_BYTES / 1000:.0f} kB"
-        rows.append(f"  Groups go past it, as up to {most} do: one with the longest answers has about {size}.")
-    return ["Object store of Ray, at most", *rows, ""]
+        size, limit = f"{store.group_bytes / 1000:.3g} kB", f"{MAX_BYTES / 1000:.0f} kB"
+        lines.append(f"  Groups bypass it, as up to {limit} do: one with the longest responses has about {size}.")
+    return lines
 
 
 def _balance(plan: RunPlan, cfg: RunConfig) -> list[str]:
-    if len(plan.work) == 1:
-        notes, unknown = ("on average",), []
-    else:
-        notes = ("the longest", "a quarter of it")
-        unknown = ["  Their mean is not known; --response-tokens N plans for a mean of N."]
-    turns = ["  With S = 0 both sides take turns: a step takes the sum."] if cfg.mode.max_staleness == 0 else []
-    reached = f"{FULL_EFFICIENCY:.0%} (engines kept full) to {TAIL_EFFICIENCY:.0%} (few answers in each)"
+    notes = ("on average",) if len(plan.work) == 1 else ("the longest", "a quarter of it")
+    lines = ["Expected bottleneck, with responses of"]
+    for (tokens, work), note in zip(plan.work.items(), notes, strict=True):
+        full, few = work.generation_over_learning
+        times = f"generation takes {full:.2g} to {few:.2g} times the time of learning"
+        lines.append(f"  {f'{tokens:,.0f} tokens, {note}':<34}{work.bottleneck}: {times}")
+    if len(plan.work) > 1:
+        lines.append("  Their mean is not known; --response-tokens N plans for a mean of N.")
+    if cfg.mode.max_staleness == 0:
+        lines.append("  With S = 0 both sides alternate: a step takes the sum.")
+    limit_s = cfg.learner.timeout_s
+    needed = next(iter(plan.work.values())).learner_flops / limit_s
+    if needed >= UNDOUBTED_FLOPS:  # not every accelerator would do that within the deadline
+        rate = f"each learner device trains at {needed / 1e12:,.0f} TFLOP/s or more"
+        lines.append(f"  Such a step ends within learner.timeout_s={limit_s:,.0f} if {rate}.")
+    reached = f"{FULL_EFFICIENCY:.0%} (engines kept full) to {TAIL_EFFICIENCY:.0%} (few responses in each)"
     return [
-        "Expected bottleneck, with answers of",
-        *(_verdict(tokens, note, work) for (tokens, work), note in zip(plan.work.items(), notes, strict=True)),
-        *unknown,
-        *turns,
-        *_step_deadline(plan, cfg),
-        f"  Decoding is taken to reach {reached} of the arithmetic efficiency",
+        *lines,
+        f"  Decoding is assumed to reach {reached} of the arithmetic efficiency",
         "  of training, as it did on H200s. Run some steps, and ask python -m trainer.advise RUN_DIR.",
     ]
 
 
-def _step_deadline(plan: RunPlan, cfg: RunConfig) -> list[str]:
-    """What the learner has to compute within its deadline, where not every accelerator would."""
-    limit_s = cfg.learner.timeout_s
-    needed = next(iter(plan.work.values())).learner_flops / limit_s
-    if needed < UNDOUBTED_FLOPS:
-        return []
-    rate = f"each learner device trains at {needed / 1e12:,.0f} TFLOP/s or more"
-    return [f"  Such a step is over within learner.timeout_s={limit_s:,.0f} if {rate}."]
-
-
-def _verdict(tokens: float, note: str, work: StepWork) -> str:
-    full, few = work.generation_over_learning
-    times = f"generation takes {full:.2g} to {few:.2g} times the time of learning"
-    return f"  {f'{tokens:,.0f} tokens, {note}':<34}{work.bottleneck}: {times}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementPlan:
+class PlacementPlan(NamedTuple):
     """Actors by node in words, or why they do not fit. Empty where the nodes are not known."""
 
     lines: tuple[str, ...] = ()
@@ -244,52 +217,40 @@ def describe_placement(cfg: RunConfig, counts: Sequence[int], *, backend: str, r
     try:
         placement = plan_placement(cfg, resource=resource)
         check_fits(cfg, placement, backend=backend, num_devices=sum(counts), where="the Ray cluster")
-        nodes = _nodes(counts, placement, resource=resource)
+        cpus = math.ceil(placement.num_cpus)
+        nodes = [
+            Node(node_id=str(i), address=f"node {i}", resources={"CPU": cpus, resource: count}, is_driver=i == 0)
+            for i, count in enumerate(counts)
+        ]
         chosen = assign_nodes(cfg, placement, nodes)
     except ConfigurationError as error:
         return PlacementPlan(lines=(head,), problems=error.problems)
-    bundles = bundles_by_actor(cfg, placement)
-    by_node = {node.address: [name for name in bundles if chosen[name] == node.node_id] for node in nodes}
-    lines = (
-        f"  {address} ({_devices(count)}): {_who({name: bundles[name] for name in names}, cfg, placement)}; "
-        f"{count - round(sum(bundles[name].get(resource, 0.0) for name in names))} free"
-        for (address, names), count in zip(by_node.items(), counts, strict=True)
-    )
-    return PlacementPlan(lines=(head, *lines), node_of=chosen)
+    bundles, lines = bundles_by_actor(cfg, placement), [head]
+    for node, count in zip(nodes, counts, strict=True):
+        names = [name for name in bundles if chosen[name] == node.node_id]
+        free = count - round(sum(bundles[name].get(resource, 0.0) for name in names))
+        devices = f"{count} device{'' if count == 1 else 's'}"
+        lines.append(f"  {node.address} ({devices}): {_who(names, cfg, is_paired=placement.is_paired)}; {free} free")
+    return PlacementPlan(lines=tuple(lines), node_of=chosen)
 
 
-def _nodes(counts: Sequence[int], placement: Placement, *, resource: str) -> list[Node]:
-    cpus = math.ceil(placement.num_cpus)
-    return [
-        Node(
-            node_id=str(index),
-            address=f"node {index}",
-            resources={"CPU": cpus, resource: count},
-            is_driver=index == 0,
-        )
-        for index, count in enumerate(counts)
-    ]
-
-
-def _who(bundles: Mapping[str, Bundle], cfg: RunConfig, placement: Placement) -> str:
+def _who(names: Sequence[str], cfg: RunConfig, *, is_paired: bool) -> str:
     """Example: `learner ranks 0-3; replica_0 (2), replica_3 (2); rollout worker 0`"""
     numbers: dict[str, list[int]] = {"learner": [], "replica": [], "rollout_worker": []}
-    for name in bundles:
+    for name in names:
         kind, _, index = name.rpartition("_")
         numbers[kind].append(int(index))
-    engines = ", ".join(f"replica_{replica} ({_share(replica, cfg, placement)})" for replica in numbers["replica"])
+
+    def share(replica: int) -> str:
+        tp = cfg.rollout.tensor_parallel_size
+        return f"{tp}, with {numbered('rank', ranks_beside(replica, cfg))}" if is_paired else str(tp)
+
     parts = (
         numbered("learner rank", numbers["learner"]),
-        engines,
+        ", ".join(f"replica_{replica} ({share(replica)})" for replica in numbers["replica"]),
         numbered("rollout worker", numbers["rollout_worker"]),
     )
-    return "; ".join(part for part in parts if part) or "nobody"
-
-
-def _share(replica: int, cfg: RunConfig, placement: Placement) -> str:
-    """Devices of an engine, and whose they are where it shares them."""
-    tp = cfg.rollout.tensor_parallel_size
-    return f"{tp}, with {numbered('rank', ranks_beside(replica, cfg))}" if placement.is_paired else str(tp)
+    return "; ".join(filter(None, parts)) or "no actor"
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:
@@ -299,10 +260,6 @@ def numbered(noun: str, numbers: Sequence[int]) -> str:
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     spans = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{noun}{'' if len(numbers) == 1 else 's'} {spans}"
-
-
-def _devices(count: int) -> str:
-    return f"{count} device{'' if count == 1 else 's'}"
 
 
 def dry_run(
@@ -316,15 +273,17 @@ def dry_run(
     Args:
         device_memory_gib: plan for devices of this size that need not be here, nor need the engine's package; all else
             is checked. None asks the device layer and, where Ray is started on this host, its memory.
-        response_tokens: mean length of the answers; None if that is not known.
+        response_tokens: mean length of the responses; None if that is not known.
         nodes: devices of every node of a cluster that need not be here, the driver's node first, for a configuration
             that joins one; None assigns no nodes.
 
     Raises:
         ConfigurationError, DataError: the run would be refused, or does not fit; the plan is printed all the same.
     """
-    _check_mean(cfg, response_tokens)
-    host_bytes = None
+    longest, host_bytes = cfg.rollout.max_response_tokens, None
+    if response_tokens is not None and response_tokens > longest:
+        message = f"a mean is at most the longest response, rollout.max_response_tokens={longest}"
+        raise ConfigurationError([Problem(key="--response-tokens", value=f"{response_tokens:g}", message=message)])
     if device_memory_gib is None:
         device, inputs = _here(cfg)
         if cfg.ray.address == "local":
@@ -338,26 +297,32 @@ def dry_run(
     if tiny_model.BUILTIN_TINY in model_paths(cfg).values():
         asyncio.run(ensure_model(cfg))
     named = with_model_directory(cfg)
+    teacher = named.algorithm.kl.reference_model
+    whole = replace(named, model=replace(named.model, lora=LoraConfig()))  # adapters are the policy's
+    has_critic = named.algorithm.uses_critic and not named.critic.shared_backbone
+    critic_path = named.model.path if named.critic.path is None else named.critic.path
+    evaluates = bool(cfg.trainer.eval_every) or cfg.trainer.eval_at_start or cfg.trainer.eval_at_end
     plan = plan_run(
         cfg,
         _shape(named, named.model.path, key="model.path"),
         device,
-        critic=_critic_shape(named),
-        teacher=_teacher_shape(named),
-        workload=_workload(cfg, inputs, response_tokens=response_tokens),
+        prompt_tokens=float(np.mean([len(prompt.token_ids) for prompt in inputs.train.prompts])),
+        response_tokens=response_tokens,
+        num_evaluated=sum(len(one.prompts) * one.num_samples for one in inputs.evaluation) if evaluates else 0,
+        critic=_shape(named, critic_path, key="critic.path") if has_critic else None,
+        teacher=None if teacher is None else _shape(whole, teacher, key="algorithm.kl.reference_model"),
         host_bytes=host_bytes,
         node_of=placement.node_of,
     )
-    sys.stdout.write(_objective(cfg) + "\n" + format_plan(plan, cfg, placement=placement.lines))
+    critic = f"{describe_critic(cfg.critic, policy_lr=cfg.learner.lr)}\n" if cfg.algorithm.uses_critic else ""
+    sys.stdout.write(
+        f"objective: {describe_objective(cfg.algorithm)}\n{critic}rollout: {describe_rollout(cfg)}\n\n"
+        f"{format_plan(plan, cfg, placement=placement.lines)}"
+    )
     sys.stdout.flush()
     # Both look at how devices are paired: report it once.
     if found := dict.fromkeys([*problems(plan, cfg), *placement.problems]):
         raise ConfigurationError(found)
-
-
-def _objective(cfg: RunConfig) -> str:
-    critic = f"{describe_critic(cfg.critic, policy_lr=cfg.learner.lr)}\n" if cfg.algorithm.uses_critic else ""
-    return f"objective: {describe_objective(cfg.algorithm)}\n{critic}rollout: {describe_rollout(cfg)}\n"
 
 
 def _placement_on(cfg: RunConfig, nodes: Sequence[int], *, is_elsewhere: bool) -> PlacementPlan:
@@ -373,38 +338,9 @@ def _placement_on(cfg: RunConfig, nodes: Sequence[int], *, is_elsewhere: bool) -
         return describe_placement(cfg, nodes, backend=backend.name, resource=backend.ray_resource)
     if is_elsewhere and name == "auto":
         return describe_placement(cfg, nodes, backend="GPU", resource="GPU")
-    message = f"counts accelerators, and the device is {backend.name}: its processes are seated by CPUs alone"
+    message = f"counts accelerators, and the device is {backend.name}: its processes are placed by CPUs alone"
     do = "leave --nodes out, or plan for accelerators that are elsewhere: --device-memory-gib N, without device=cpu"
     raise ConfigurationError([Problem(key="--nodes", value=",".join(map(str, nodes)), message=message, hint=do)])
-
-
-def _critic_shape(cfg: RunConfig) -> ModelShape | None:
-    if not cfg.algorithm.uses_critic or cfg.critic.shared_backbone:
-        return None
-    return _shape(cfg, cfg.model.path if cfg.critic.path is None else cfg.critic.path, key="critic.path")
-
-
-def _teacher_shape(cfg: RunConfig) -> ModelShape | None:
-    path = cfg.algorithm.kl.reference_model
-    whole = replace(cfg, model=replace(cfg.model, lora=LoraConfig()))  # adapters are the policy's
-    return None if path is None else _shape(whole, path, key="algorithm.kl.reference_model")
-
-
-def _check_mean(cfg: RunConfig, response_tokens: float | None) -> None:
-    longest = cfg.rollout.max_response_tokens
-    if response_tokens is None or response_tokens <= longest:
-        return
-    message = f"a mean is at most the longest answer, rollout.max_response_tokens={longest}"
-    raise ConfigurationError([Problem(key="--response-tokens", value=f"{response_tokens:g}", message=message)])
-
-
-def _workload(cfg: RunConfig, inputs: DataSets, *, response_tokens: float | None) -> Workload:
-    evaluates = bool(cfg.trainer.eval_every) or cfg.trainer.eval_at_start or cfg.trainer.eval_at_end
-    return Workload(
-        prompt_tokens=float(np.mean([len(prompt.token_ids) for prompt in inputs.train.prompts])),
-        response_tokens=response_tokens,
-        num_evaluated=sum(len(one.prompts) * one.num_samples for one in inputs.evaluation) if evaluates else 0,
-    )
 
 
 def _here(cfg: RunConfig) -> tuple[Device, DataSets]:

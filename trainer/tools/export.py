@@ -3,11 +3,11 @@
 Usage: python -m trainer.export CHECKPOINT OUT [--model PATH] [--config FILE]
 
 CHECKPOINT is run_dir/checkpoints/step_N, or a run directory: its newest checkpoint. OUT is a directory that
-does not exist, or is empty. It gets what a run writes to run_dir/export when it ends in order: weights in
+does not exist, or is empty. It gets what a run writes to run_dir/export when it finishes: weights in
 model.rollout_dtype, the model's config, the tokenizer's files, and of a LoRA run the merged weights and adapter/.
 
-The configuration is read from config.yaml in the run directory of the checkpoint. model.path of the run has to be there
-still, for the config and the tokenizer, and with LoRA for the weights below the adapters.
+The configuration is read from config.yaml in the run directory of the checkpoint. model.path of the run must still
+exist, for the config and the tokenizer, and with LoRA for the weights below the adapters.
 
 Memory: one copy of the model in model.rollout_dtype, with LoRA two.
 
@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
+from transformers.utils.logging import disable_progress_bar
 
 from trainer.builtin.tiny_model import ensure_model, with_model_directory
-from trainer.config.plain import read_stored
 from trainer.errors import CheckpointError, ModelError, one_line
 from trainer.learner import checkpoint
 from trainer.learner.checkpoint import load_weights, verify
@@ -35,6 +34,7 @@ from trainer.learner.hf_export import export_hf
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import allocate, fill_weights, meta_model, torch_dtype
 from trainer.learner.weights import has_weights
+from trainer.tools.run_records import InvalidRunDir, read_config_file
 from weight_sync.checkpoint_names import persistent_buffers
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Refused(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     args = _parser().parse_args(argv)
+    disable_progress_bar()
     try:
         out = _checked_out(args.out)
         path = checkpoint.locate(args.checkpoint)
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(ensure_model(cfg))
         export_checkpoint(path, out, with_model_directory(cfg))
     except (Refused, CheckpointError, ModelError) as error:
-        hint = "; if the model was moved, say where it is with --model PATH" if isinstance(error, ModelError) else ""
+        hint = "; if the model was moved, name its directory with --model PATH" if isinstance(error, ModelError) else ""
         sys.stderr.write(f"refused: {error}{hint}\n")
         return EXIT_REFUSED
     except (OSError, RuntimeError) as error:
@@ -73,26 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_config(path: Path, given: Path | None) -> RunConfig:
-    """The configuration of the run that the checkpoint `path` lies in, or the file that is `given`.
+    """The configuration of the run of the checkpoint `path`, or the file that is `given`.
 
     Raises:
         Refused: there is none, or it cannot be read.
     """
-    file = given
+    # run_dir/checkpoints/step_N, or run_dir/checkpoints/abandoned/step_N
+    candidates = [parent / CONFIG_FILE for parent in path.parents[1:3]] if given is None else [given]
+    file = next((candidate for candidate in candidates if given or candidate.is_file()), None)
     if file is None:
-        # run_dir/checkpoints/step_N, or run_dir/checkpoints/abandoned/step_N
-        candidates = [parent / CONFIG_FILE for parent in list(path.parents)[1:3]]
-        file = next((candidate for candidate in candidates if candidate.is_file()), None)
-        if file is None:
-            raise Refused(f"{candidates[0]} does not exist; name the run's {CONFIG_FILE} with --config FILE")
+        raise Refused(f"{candidates[0]} does not exist; name the run's {CONFIG_FILE} with --config FILE")
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Refused(f"{file} cannot be read: {one_line(error)}; name another with --config FILE") from error
-    if not isinstance(data, dict):
-        raise Refused(f"{file} holds no configuration; name another with --config FILE")
+        config, problems = read_config_file(file)
+    except InvalidRunDir as error:
+        raise Refused(f"{error}; name another with --config FILE") from error
     # Only the model matters here; other keys may be of another version.
-    config, problems = read_stored(data)
     wrong = [problem for problem in problems if problem.key.partition(".")[0] in {"model", "seed"}]
     if wrong:
         raise Refused(f"{file} cannot be used:\n" + "\n".join(str(problem) for problem in wrong))
@@ -104,8 +100,7 @@ def with_origin(cfg: RunConfig, origin: Mapping[str, Any], *, model_path: str | 
     it down (an absolute path, which the configuration need not have); the tokenizer likewise."""
     path = origin.get("model.path", cfg.model.path) if model_path is None else model_path
     tokenizer = origin.get("model.tokenizer_path", cfg.model.tokenizer_path)
-    seed = origin.get("seed")
-    model = replace(cfg.model, path=path, tokenizer_path=tokenizer)
+    model, seed = replace(cfg.model, path=path, tokenizer_path=tokenizer), origin.get("seed")
     return replace(cfg, seed=cfg.seed if seed is None else seed, model=model)
 
 
@@ -131,12 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="checkpoint, or run directory")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to write")
     parser.add_argument("--model", metavar="PATH", help="where the model is that the run began with, if it was moved")
-    parser.add_argument("--config", metavar="FILE", type=Path, help="config.yaml of the run, if it lies elsewhere")
+    parser.add_argument("--config", metavar="FILE", type=Path, help="config.yaml of the run, if it is elsewhere")
     return parser
 
 
 def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
-    """Write what `PolicyTrainer.export_hf` would write after `load(checkpoint)`, into `out`, which is replaced.
+    """Write to `out`, which is replaced, what `PolicyTrainer.export_hf` would write after `load(checkpoint)`.
 
     Equal bit for bit, with one exception: LoRA adapters are merged on the CPU, and a learner merges them on its device,
     whose matrix products may differ in the last bit.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.losses import MAX_LOG_RATIO, LossInputs, LossStats
-from trainer.tools.plugin_contracts import Check, ContractError, for_all
+from trainer.tools.plugin_contracts import Check, ContractError, checks_of, expect
 
 LossFn = Callable[[LossInputs], tuple[Tensor, LossStats]]
 
@@ -29,22 +29,18 @@ def loss_checks(loss: LossFn, *, selects: bool = False) -> list[Check]:
         selects: give it tokens that were chosen for their covariance, which only clip_cov and kl_cov get in a run.
     """
     trials = [_trial(seed, selects=selects) for seed in _SEEDS]
-    all_trials = [*trials, _per_token(trials[0])]
-
-    def on_trials(check: Callable[[LossFn, LossInputs], None]) -> Callable[[], None]:
-        return for_all(all_trials, check, loss)
-
-    return [
-        Check(rule="gives (one float32 per loss token, LossStats)", run=on_trials(_form)),
-        Check(rule="values and gradients are finite", run=on_trials(_finite)),
-        Check(rule="stays finite where the policies are e^300 apart", run=lambda: _finite(loss, _absurd(selects))),
-        Check(rule="a micro-batch without a loss token gives no loss", run=lambda: _empty(loss, selects)),
-        Check(rule="gradients reach the log-probs and nothing else", run=on_trials(_gradient_path)),
-        Check(rule="two calls give the same bits and leave the inputs alone", run=on_trials(_repeatable)),
-        Check(rule="a sequence has the same loss in any order and any micro-batch", run=on_trials(_splits)),
-        Check(rule="a good token becomes likelier and a bad one rarer", run=for_all(trials, _direction, loss)),
-        Check(rule="statistics are those of the tokens, and add up over micro-batches", run=on_trials(_stats)),
-    ]
+    every = [*trials, _per_token(trials[0])]
+    return checks_of(loss, {
+        "gives (one float32 per loss token, LossStats)": (_form, every),
+        "values and gradients are finite": (_finite, every),
+        "stays finite where the policies are e^300 apart": (_finite, [_absurd(selects)]),
+        "a micro-batch without a loss token gives no loss": (_empty, trials[:1]),
+        "gradients reach the log-probs and nothing else": (_gradient_path, every),
+        "two calls give the same bits and leave the inputs alone": (_repeatable, every),
+        "a sequence has the same loss in any order and any micro-batch": (_splits, every),
+        "a good token becomes likelier and a bad one rarer": (_direction, trials),
+        "statistics are those of the tokens, and add up over micro-batches": (_stats, every),
+    })  # fmt: skip
 
 
 def _trial(seed: int, *, selects: bool) -> LossInputs:
@@ -107,38 +103,25 @@ def _form(loss: LossFn, inputs: LossInputs) -> None:
     _, _, stats = _call(loss, inputs)
     for field in fields(stats):
         value = getattr(stats, field.name)
-        if not isinstance(value, Tensor) or value.dim() != 0 or value.requires_grad:
-            raise ContractError(f"LossStats.{field.name} must be a 0-d tensor without gradient, got {value!r:.80}")
+        is_kept = isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad
+        expect(is_kept, f"LossStats.{field.name} must be a 0-d tensor without gradient, got {value!r:.80}")
 
 
 def _finite(loss: LossFn, inputs: LossInputs) -> None:
     loss_L, grad_L, _ = _call(loss, inputs)
     for name, values_L in (("loss", loss_L.detach()), ("gradient", grad_L)):
-        if not torch.isfinite(values_L).all():
-            raise ContractError(f"the {name} is {values_L.tolist()}; bound the log-ratio, as ratio_and_log does")
+        message = f"the {name} is {values_L.tolist()}; bound the log-ratio, as ratio_and_log does"
+        expect(bool(torch.isfinite(values_L).all()), message)
 
 
-def _empty(loss: LossFn, selects: bool) -> None:
-    none = torch.zeros(0)
-    loss_L, _, stats = _call(
-        loss,
-        LossInputs(
-            logprobs_L=none,
-            old_logprobs_L=none,
-            advantages_L=none,
-            sequence_L=torch.zeros(0, dtype=torch.int64),
-            num_sequences=1,
-            selected_L=torch.zeros(0, dtype=torch.bool) if selects else None,
-        ),
-    )
-    if loss_L.sum() != 0 or stats.ratio_sum != 0 or stats.ratio_max != 0:
-        raise ContractError(
-            f"its sum is {loss_L.sum().item()}, ratio_sum {stats.ratio_sum}, ratio_max {stats.ratio_max}"
-        )
+def _empty(loss: LossFn, trial: LossInputs) -> None:
+    loss_L, _, stats = _call(loss, _part(trial, (_LENGTHS.index(0),)))
+    message = f"its sum is {loss_L.sum().item()}, ratio_sum {stats.ratio_sum}, ratio_max {stats.ratio_max}"
+    expect(bool(loss_L.sum() == 0 and stats.ratio_sum == 0 and stats.ratio_max == 0), message)
 
 
 def _gradient_path(loss: LossFn, inputs: LossInputs) -> None:
-    """Walks the graph down to its leaves: a parameter of the loss's own would be trained by nobody."""
+    """Walks the graph down to its leaves: nothing would train a parameter of the loss's own."""
     leaf_L = inputs.logprobs_L.detach().clone().requires_grad_()
     loss_L, _ = loss(replace(inputs, logprobs_L=leaf_L))
     todo, seen, found = [loss_L.grad_fn], set[object](), False
@@ -147,36 +130,33 @@ def _gradient_path(loss: LossFn, inputs: LossInputs) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and variable is not leaf_L:
-            raise ContractError(f"the gradient also reaches a tensor of shape {list(variable.shape)} that is no input")
-        found = found or variable is leaf_L
+        if (variable := getattr(node, "variable", None)) is not None:
+            message = f"the gradient also reaches a tensor of shape {list(variable.shape)} that is no input"
+            expect(variable is leaf_L, message)
+            found = True
         todo.extend(following for following, _ in node.next_functions)
-    if not found:
-        raise ContractError("the gradient does not reach inputs.logprobs_L")
+    expect(found, "the gradient does not reach inputs.logprobs_L")
 
 
 def _repeatable(loss: LossFn, inputs: LossInputs) -> None:
     before = [value.clone() for value in _tensors(inputs)]
     first, second = _call(loss, inputs), _call(loss, inputs)
-    if not torch.equal(first[0], second[0]) or not torch.equal(first[1], second[1]):
-        raise ContractError("the second call gave other numbers; use no randomness and keep no state between calls")
-    if any(not torch.equal(old, new) for old, new in zip(before, _tensors(inputs), strict=True)):
-        raise ContractError("an input was changed in place")
+    message = "the second call gave other numbers; use no randomness and keep no state between calls"
+    expect(torch.equal(first[0], second[0]) and torch.equal(first[1], second[1]), message)
+    expect(all(map(torch.equal, before, _tensors(inputs))), "an input was changed in place")
 
 
 def _splits(loss: LossFn, inputs: LossInputs) -> None:
     whole_L, whole_grad_L, _ = _call(loss, inputs)
-    for parts in _SPLITS:
-        for members in parts:
-            index = _tokens_of(inputs, members)
-            part_L, grad_L, _ = _call(loss, _part(inputs, members))
-            for name, got, expected in (("loss", part_L, whole_L[index]), ("gradient", grad_L, whole_grad_L[index])):
-                if not torch.allclose(got, expected, rtol=1e-5, atol=1e-7):
-                    raise ContractError(
-                        f"the {name} of the sequences {list(members)} is {_short(got)} by themselves and "
-                        f"{_short(expected)} beside others; look only at a token and its own sequence"
-                    )
+    for members in (members for parts in _SPLITS for members in parts):
+        index = _tokens_of(inputs, members)
+        part_L, grad_L, _ = _call(loss, _part(inputs, members))
+        for name, got, expected in (("loss", part_L, whole_L[index]), ("gradient", grad_L, whole_grad_L[index])):
+            expect(
+                torch.allclose(got, expected, rtol=1e-5, atol=1e-7),
+                f"the {name} of the sequences {list(members)} is {_short(got)} alone and {_short(expected)} next to "
+                "others; look only at a token and its own sequence",
+            )
 
 
 def _direction(loss: LossFn, inputs: LossInputs) -> None:
@@ -184,33 +164,31 @@ def _direction(loss: LossFn, inputs: LossInputs) -> None:
     selected_L = None if inputs.selected_L is None else torch.zeros_like(inputs.selected_L)
     on_policy = replace(inputs, old_logprobs_L=inputs.logprobs_L.detach(), selected_L=selected_L)
     _, grad_L, _ = _call(loss, on_policy)
-    wrong_L = grad_L * inputs.advantages_L >= 0
-    if wrong_L.any():
-        at = int(wrong_L.nonzero()[0])
-        raise ContractError(
-            f"at ratio 1 a token of advantage {inputs.advantages_L[at]:g} has gradient {grad_L[at]:g}; the sign must "
-            "be that of -advantage: a loss is minimised"
+    for gradient, advantage in zip(grad_L.tolist(), inputs.advantages_L.tolist(), strict=True):
+        expect(
+            gradient * advantage < 0,
+            f"at ratio 1 a token of advantage {advantage:g} has gradient {gradient:g}; the sign must be that of "
+            "-advantage: a loss is minimised",
         )
 
 
 def _stats(loss: LossFn, inputs: LossInputs) -> None:
     _, _, stats = _call(loss, inputs)
-    ratios = [math.exp(min(max(x, -MAX_LOG_RATIO), MAX_LOG_RATIO)) for x in _log_ratios(inputs)]
-    _expect("ratio_sum", stats.ratio_sum, sum(ratios))
-    _expect("ratio_max", stats.ratio_max, max(ratios))
+    log_ratios = (inputs.logprobs_L - inputs.old_logprobs_L).tolist()
+    ratios = [math.exp(min(max(x, -MAX_LOG_RATIO), MAX_LOG_RATIO)) for x in log_ratios]
+    _expect_close("ratio_sum", stats.ratio_sum, sum(ratios))
+    _expect_close("ratio_max", stats.ratio_max, max(ratios))
     for name in ("clipped_low", "clipped_high", "clipped_dual"):
         parts = [getattr(_call(loss, _part(inputs, (i,)))[2], name).item() for i in range(inputs.num_sequences)]
         value = getattr(stats, name).item()
-        if not 0 <= value <= len(ratios) or value != round(value):
-            raise ContractError(f"{name} must count tokens, 0 to {len(ratios)}, got {value:g}")
-        _expect(name, getattr(stats, name), sum(parts))
+        message = f"{name} must count tokens, 0 to {len(ratios)}, got {value:g}"
+        expect(0 <= value <= len(ratios) and value == round(value), message)
+        _expect_close(name, getattr(stats, name), sum(parts))
 
 
-def _expect(name: str, got: Tensor, expected: float) -> None:
-    if not math.isclose(got.item(), expected, rel_tol=1e-4, abs_tol=1e-6):
-        raise ContractError(
-            f"{name} is {got.item():g}, expected {expected:g}; `loss_stats(inputs, low=.., high=..)` counts"
-        )
+def _expect_close(name: str, got: Tensor, expected: float) -> None:
+    message = f"{name} is {got.item():g}, expected {expected:g}; `loss_stats(inputs, low=.., high=..)` counts"
+    expect(math.isclose(got.item(), expected, rel_tol=1e-4, abs_tol=1e-6), message)
 
 
 def _part(inputs: LossInputs, members: Sequence[int]) -> LossInputs:
@@ -234,10 +212,6 @@ def _tokens_of(inputs: LossInputs, members: Sequence[int]) -> Tensor:
 def _tensors(inputs: LossInputs) -> list[Tensor]:
     every = [inputs.logprobs_L, inputs.old_logprobs_L, inputs.advantages_L, inputs.sequence_L, inputs.selected_L]
     return [tensor for tensor in every if tensor is not None]
-
-
-def _log_ratios(inputs: LossInputs) -> list[float]:
-    return (inputs.logprobs_L - inputs.old_logprobs_L).tolist()
 
 
 def _short(values_L: Tensor) -> str:

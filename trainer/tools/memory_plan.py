@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -30,6 +30,7 @@ MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
 GATHERED_BLOCKS = 2
 MAX_WORKSPACE_BYTES = 2 * GIB
 WORKSPACE_SHARE = 1 / 16
+FEWER_TOKENS, SMALLER_CHUNK = "learner.max_tokens_per_micro_batch: fewer", "learner.logprob_chunk_size: fewer"
 UNCOUNTED = (
     "quantization",
     "kv_cache_dtype",
@@ -100,8 +101,7 @@ class ModelShape:
         return 2 * self.num_layers * heads * self.head_dim * dtype_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class Device(NamedTuple):
     """What one device offers."""
 
     name: str
@@ -110,8 +110,7 @@ class Device:
     """All ranks and engines of this host share it: a CPU's main memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryItem:
+class MemoryItem(NamedTuple):
     """One thing that takes memory on a device."""
 
     name: str
@@ -123,10 +122,6 @@ class MemoryItem:
     is_state: bool = False
     """Is there between two steps, too, and moves to the host where devices are shared."""
 
-    @property
-    def min_bytes(self) -> int:
-        return self.nbytes if self.is_exact else self.nbytes // 2
-
 
 Items = tuple[MemoryItem, ...]
 
@@ -137,7 +132,12 @@ def total(items: Items) -> int:
 
 def min_bytes(items: Items) -> int:
     """What is needed even if every estimate is twice too large."""
-    return sum(item.min_bytes for item in items)
+    return sum(item.nbytes if item.is_exact else item.nbytes // 2 for item in items)
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.2f} MiB"
 
 
 def model_shape(model: ModelConfig, path: str) -> ModelShape:
@@ -216,36 +216,53 @@ def learner_items(
         reference: separate weights; None without one, or where it is the policy without its adapters.
         critic: a separate backbone, with its value head.
     """
-    slots = cfg.weight_sync.num_slots
-    computing = _computing(cfg, shape, device)
-    if reference is not None and total(scoring := _scoring(cfg, reference)) > total(computing):
-        computing = scoring
-    if critic is not None and total(critic_computes := _computing(cfg, critic, device)) > total(computing):
-        computing = tuple(replace(item, name=f"{item.name}, critic") for item in critic_computes)
-    arenas = MemoryItem(
-        name=f"arenas of weight sync ({slots} slots)",
-        nbytes=arena_bytes(cfg, shape),
-        hint="weight_sync.num_slots: fewer" if slots > 1 else "learner.num_ranks: more",
-    )
-    return (*computing, arenas, *_training_state(cfg, shape), *_more_models(cfg, reference, critic))
+    computing = [_computing(cfg, shape, device)]
+    if reference is not None:
+        computing.append(_scoring(cfg, reference))
+    if critic is not None:
+        computing.append(tuple(item._replace(name=f"{item.name}, critic") for item in _computing(cfg, critic, device)))
+    slots, items = cfg.weight_sync.num_slots, list(max(computing, key=total))
+    hint = "weight_sync.num_slots: fewer" if slots > 1 else "learner.num_ranks: more"
+    items.append(MemoryItem(f"arenas of weight sync ({slots} slots)", arena_bytes(cfg, shape), hint))
+    trained, frozen = shape.num_trained_params, shape.num_frozen_params
+    if cfg.learner.cpu_offload:
+        nbytes = min(PIECE_BYTES, _share(cfg, trained * MASTER_BYTES))
+        items.append(MemoryItem("masters on their way to an arena", nbytes, "a smaller model"))
+    else:
+        hint = "learner.num_ranks: more ranks, or learner.cpu_offload=true"
+        items += [
+            MemoryItem("masters (float32)", _share(cfg, trained * MASTER_BYTES), hint, is_state=True),
+            MemoryItem("moments (AdamW)", _share(cfg, trained * MOMENTS_BYTES), hint, is_state=True),
+            MemoryItem("gradients (float32)", _share(cfg, trained * GRADIENT_BYTES), hint),
+        ]
+        if frozen:
+            items.append(MemoryItem("frozen weights", _compute_share(cfg, frozen), hint, is_state=True))
+    if reference is not None and not cfg.learner.reference_cpu_offload:
+        nbytes, hint = _compute_share(cfg, reference.num_params), "learner.reference_cpu_offload=true"
+        items.append(MemoryItem("reference", nbytes, hint, is_state=True))
+    if critic is not None and not cfg.critic.cpu_offload:
+        state, hint = MASTER_BYTES + MOMENTS_BYTES, "critic.cpu_offload=true or critic.shared_backbone=true"
+        items += [
+            MemoryItem("critic", _share(cfg, critic.num_params * state), hint, is_state=True),
+            MemoryItem("gradients of the critic", _share(cfg, critic.num_params * GRADIENT_BYTES), hint),
+        ]
+    return tuple(items)
 
 
 def host_items(cfg: RunConfig, shape: ModelShape, *, reference: ModelShape | None, critic: ModelShape | None) -> Items:
     """What one rank keeps in host memory instead of its device."""
-    b, items = DTYPE_BYTES[cfg.model.compute_dtype], list[MemoryItem]()
+    items, all_bytes = list[MemoryItem](), MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES
     trained, frozen = shape.num_trained_params, shape.num_frozen_params
     if cfg.learner.cpu_offload:
         name = "masters, moments and gradients" if not frozen else "adapters' state, frozen weights"
-        nbytes = _share(cfg, trained * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES) + frozen * b)
-        hint = "learner.cpu_offload=false, with more learner.num_ranks"
-        items.append(MemoryItem(name=name, nbytes=nbytes, hint=hint))
+        nbytes = _share(cfg, trained * all_bytes + frozen * DTYPE_BYTES[cfg.model.compute_dtype])
+        items.append(MemoryItem(name, nbytes, "learner.cpu_offload=false, with more learner.num_ranks"))
     if reference is not None and cfg.learner.reference_cpu_offload:
-        hint = "learner.reference_cpu_offload=false"
-        items.append(MemoryItem(name="reference", nbytes=_share(cfg, reference.num_params * b), hint=hint))
+        nbytes = _compute_share(cfg, reference.num_params)
+        items.append(MemoryItem("reference", nbytes, "learner.reference_cpu_offload=false"))
     if critic is not None and cfg.critic.cpu_offload:
-        nbytes = _share(cfg, critic.num_params * (MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES))
         hint = "critic.cpu_offload=false or critic.shared_backbone=true"
-        items.append(MemoryItem(name="critic with its gradients", nbytes=nbytes, hint=hint))
+        items.append(MemoryItem("critic with its gradients", _share(cfg, critic.num_params * all_bytes), hint))
     return tuple(items)
 
 
@@ -283,29 +300,23 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
     if checkpointing:
         activations = shape.num_layers * num_tokens * shape.hidden_size * b + block
     recompute = "" if checkpointing else ", or learner.activation_checkpointing=true"
-    return _estimates({
-        "unsharded weights": (unsharded * b, "model.compute_dtype=bfloat16"),
-        "unsharded gradients": (in_backward * (b + 4), "a smaller model"),
-        "activations": (activations, f"learner.max_tokens_per_micro_batch: fewer{recompute}"),
-        "logits of a chunk": (_logits_bytes(cfg, shape), "learner.logprob_chunk_size: fewer"),
-    })  # fmt: skip
+    return (
+        MemoryItem("unsharded weights", unsharded * b, "model.compute_dtype=bfloat16", is_exact=False),
+        MemoryItem("unsharded gradients", in_backward * (b + 4), "a smaller model", is_exact=False),
+        MemoryItem("activations", activations, f"{FEWER_TOKENS}{recompute}", is_exact=False),
+        MemoryItem("logits of a chunk", _logits_bytes(cfg, shape), SMALLER_CHUNK, is_exact=False),
+    )
 
 
 def _scoring(cfg: RunConfig, shape: ModelShape) -> Items:
     """What is there while the reference computes: no gradient, and the activations of one block at most."""
     b = DTYPE_BYTES[cfg.model.compute_dtype]
     block = activation_bytes_per_block(shape, num_tokens=cfg.learner.max_tokens_per_micro_batch, compute_bytes=b)
-    return _estimates({
-        "unsharded weights, reference": (_gathered_params(shape) * b, "algorithm.kl.reference_model: a smaller model"),
-        "activations, reference": (block, "learner.max_tokens_per_micro_batch: fewer"),
-        "logits of a chunk, reference": (_logits_bytes(cfg, shape), "learner.logprob_chunk_size: fewer"),
-    })  # fmt: skip
-
-
-def _estimates(needs: dict[str, tuple[int, str]]) -> Items:
-    """Name -> bytes and hint."""
-    return tuple(
-        MemoryItem(name=name, nbytes=nbytes, hint=hint, is_exact=False) for name, (nbytes, hint) in needs.items()
+    smaller = "algorithm.kl.reference_model: a smaller model"
+    return (
+        MemoryItem("unsharded weights, reference", _gathered_params(shape) * b, smaller, is_exact=False),
+        MemoryItem("activations, reference", block, FEWER_TOKENS, is_exact=False),
+        MemoryItem("logits of a chunk, reference", _logits_bytes(cfg, shape), SMALLER_CHUNK, is_exact=False),
     )
 
 
@@ -321,47 +332,14 @@ def _logits_bytes(cfg: RunConfig, shape: ModelShape) -> int:
     return 3 * 4 * tokens * shape.vocab_size
 
 
-def _training_state(cfg: RunConfig, shape: ModelShape) -> list[MemoryItem]:
-    """A rank's share of what it trains, and of what stays frozen."""
-    trained, frozen = shape.num_trained_params, shape.num_frozen_params
-    if cfg.learner.cpu_offload:
-        nbytes = min(PIECE_BYTES, _share(cfg, trained * MASTER_BYTES))
-        return [MemoryItem(name="masters on their way to an arena", nbytes=nbytes, hint="a smaller model")]
-    hint = "learner.num_ranks: more ranks, or learner.cpu_offload=true"
-    masters, moments, gradients = (
-        _share(cfg, trained * each) for each in (MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES)
-    )
-    items = [
-        MemoryItem(name="masters (float32)", nbytes=masters, hint=hint, is_state=True),
-        MemoryItem(name="moments (AdamW)", nbytes=moments, hint=hint, is_state=True),
-        MemoryItem(name="gradients (float32)", nbytes=gradients, hint=hint),
-    ]
-    if frozen:
-        nbytes = _share(cfg, frozen * DTYPE_BYTES[cfg.model.compute_dtype])
-        items.append(MemoryItem(name="frozen weights", nbytes=nbytes, hint=hint, is_state=True))
-    return items
-
-
-def _more_models(cfg: RunConfig, reference: ModelShape | None, critic: ModelShape | None) -> list[MemoryItem]:
-    items: list[MemoryItem] = []
-    if reference is not None and not cfg.learner.reference_cpu_offload:
-        nbytes = _share(cfg, reference.num_params * DTYPE_BYTES[cfg.model.compute_dtype])
-        hint = "learner.reference_cpu_offload=true"
-        items.append(MemoryItem(name="reference", nbytes=nbytes, hint=hint, is_state=True))
-    if critic is not None and not cfg.critic.cpu_offload:
-        state = _share(cfg, critic.num_params * (MASTER_BYTES + MOMENTS_BYTES))
-        gradients = _share(cfg, critic.num_params * GRADIENT_BYTES)
-        hint = "critic.cpu_offload=true or critic.shared_backbone=true"
-        items += [
-            MemoryItem(name="critic", nbytes=state, hint=hint, is_state=True),
-            MemoryItem(name="gradients of the critic", nbytes=gradients, hint=hint),
-        ]
-    return items
-
-
 def _share(cfg: RunConfig, nbytes: int) -> int:
     """Of one rank."""
     return -(-nbytes // cfg.learner.num_ranks)
+
+
+def _compute_share(cfg: RunConfig, num_params: int) -> int:
+    """Bytes of one rank's share of weights that are not trained."""
+    return _share(cfg, num_params * DTYPE_BYTES[cfg.model.compute_dtype])
 
 
 # Engines
@@ -417,13 +395,13 @@ def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMe
     fits = shadow <= (SHADOW_HEADROOM * free if commit == "auto" else free)
     is_staged = commit == "staged" or (commit == "auto" and fits)
     items = [
-        MemoryItem(name="weights", nbytes=weights, hint="rollout.tensor_parallel_size: more devices per engine"),
-        MemoryItem(name="workspace (assumed)", nbytes=workspace, hint="rollout.engine_args", is_exact=False),
-        MemoryItem(name="KV cache", nbytes=max(0, kv_bytes), hint="rollout.gpu_memory_utilization"),
+        MemoryItem("weights", weights, "rollout.tensor_parallel_size: more devices per engine"),
+        MemoryItem("workspace (assumed)", workspace, "rollout.engine_args", is_exact=False),
+        MemoryItem("KV cache", max(0, kv_bytes), "rollout.gpu_memory_utilization"),
     ]
     if is_staged:
         hint = "weight_sync.commit=inplace, or a lower rollout.gpu_memory_utilization"
-        items.append(MemoryItem(name="shadow of a staged commit", nbytes=shadow, hint=hint))
+        items.append(MemoryItem("shadow of a staged commit", shadow, hint))
     per_token = shape.kv_bytes_per_token(tensor_parallel_size=tp, dtype_bytes=b)
     longest = cfg.task.max_prompt_tokens + rollout.max_response_tokens
     return EngineMemory(
@@ -437,8 +415,3 @@ def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMe
         max_num_seqs=min(n for n in (rollout.max_num_seqs, rollout.max_concurrency) if n is not None),
         uncounted=tuple(name for name in UNCOUNTED if rollout.engine_args.get(name, "auto") not in ("auto", None)),
     )
-
-
-def gib(nbytes: int) -> str:
-    """Bytes as a person reads them."""
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.2f} MiB"

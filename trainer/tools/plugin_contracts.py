@@ -8,7 +8,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 
 _NUM_FRAMES = 2
-_Function = TypeVar("_Function")
-_Trial = TypeVar("_Trial")
 
 
 class ContractError(Exception):
@@ -39,7 +38,7 @@ class Check(NamedTuple):
     """One rule of a contract.
 
     Example:
-        Check(rule="two calls give the same bits", run=lambda: compare(f(x), f(x)))
+        Check("two calls give the same bits", run=lambda: compare(f(x), f(x)))
     """
 
     rule: str
@@ -47,16 +46,20 @@ class Check(NamedTuple):
     """Raises ContractError, or whatever the function raises."""
 
 
-def for_all(
-    trials: Sequence[_Trial], check: Callable[[_Function, _Trial], object], function: _Function
-) -> Callable[[], None]:
-    """`check` on all trials, as what a `Check` runs."""
+def expect(is_kept: bool, message: str) -> None:
+    """Raises ContractError if a rule is broken."""
+    if not is_kept:
+        raise ContractError(message)
 
-    def run() -> None:
+
+def checks_of(function: object, rules: Mapping[str, tuple[Callable[..., object], Sequence[object]]]) -> list[Check]:
+    """`rules`: rule -> what checks it, and the trials that it is called with after the function."""
+
+    def on_all(check: Callable[..., object], trials: Sequence[object]) -> None:
         for trial in trials:
             check(function, trial)
 
-    return run
+    return [Check(rule, partial(on_all, check, trials)) for rule, (check, trials) in rules.items()]
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
@@ -141,24 +144,18 @@ class RewardRunner:
         finally:
             self._runner.close()
 
-    def score(self, item: RewardRequest) -> RewardResult:
-        """The reward of one response. Raises ContractError if there is none: the function raised, hung, ended its
-        process or returned something else."""
-        return self._score(item, self._name)
-
     def check_metadata(self, item: RewardRequest) -> None:
         """Raises ContractError if a call changes the metadata of its item, or fails."""
-        self._score(replace(item, metadata={"target": self._target, "metadata": dict(item.metadata)}), _WATCH)
+        self.score(replace(item, metadata={"target": self._target, "metadata": dict(item.metadata)}), name=_WATCH)
 
-    def _score(self, item: RewardRequest, name: str) -> RewardResult:
+    def score(self, item: RewardRequest, *, name: str | None = None) -> RewardResult:
+        """The reward of one response. Raises ContractError if there is none: the function raised, hung, ended its
+        process or returned something else."""
+        name = self._name if name is None else name
         prompt = Prompt(
-            prompt_id=_PROMPT_ID,
-            token_ids=np.empty(0, np.int32),
-            text=item.prompt,
-            answer=item.answer,
-            reward=name,
+            prompt_id=_PROMPT_ID, token_ids=np.empty(0, np.int32), text=item.prompt, answer=item.answer, reward=name,
             metadata=item.metadata,
-        )
+        )  # fmt: skip
         try:
             return self._runner.run(self._pipeline.score(prompt, item.response))
         except RewardError as error:
@@ -192,61 +189,46 @@ def reward_checks(runner: RewardRunner, *, item: RewardRequest) -> list[Check]:
         item: a prompt with its answer; its response is taken for a right one.
     """
     items = _items(item)
-    return [
-        Check(
-            rule=f"gives a finite number, or a dict of them with the key reward, within {runner.timeout_s:g} s",
-            run=for_all(items, RewardRunner.score, runner),
-        ),
-        Check(rule="every response has the same named parts", run=lambda: _parts(runner, items)),
-        Check(rule="two calls give the same result", run=for_all(items, _deterministic, runner)),
-        Check(rule="leaves metadata alone", run=lambda: runner.check_metadata(item)),
-        Check(rule="a right response gets at least as much as an empty one", run=lambda: _direction(runner, item)),
-    ]
+    return checks_of(runner, {
+        f"gives a finite number, or a dict of them with the key reward, within {runner.timeout_s:g} s":
+            (RewardRunner.score, items),
+        "every response has the same named parts": (_parts, [items]),
+        "two calls give the same result": (_deterministic, items),
+        "leaves metadata alone": (RewardRunner.check_metadata, [item]),
+        "a right response gets at least as much as an empty one": (_direction, [item]),
+    })  # fmt: skip
 
 
 def _items(item: RewardRequest) -> list[RewardRequest]:
     """The right response, and what policies really write."""
     right = item.response
-    responses = [
-        right,
-        f" {right}\n",
-        "",
-        " ",
-        "?",
-        right + " " + right,
-        "\\boxed{",
-        "x" * 20_000,
-        "\u4f60\u597d \ud83d\ude00",
-    ]
-    return [replace(item, response=text) for text in responses]
+    others = (f" {right}\n", "", " ", "?", f"{right} {right}", "\\boxed{", "x" * 20_000, "\u4f60\u597d \ud83d\ude00")
+    return [replace(item, response=text) for text in (right, *others)]
 
 
 def _parts(runner: RewardRunner, items: Sequence[RewardRequest]) -> None:
     expected = sorted(runner.score(items[0]).parts)
     for item in items:
         names = sorted(runner.score(item).parts)
-        if names != expected:
-            raise ContractError(f"response {item.response!r:.40} has the parts {names}, the right response {expected}")
+        message = f"response {item.response!r:.40} has the parts {names}, the right response {expected}"
+        expect(names == expected, message)
 
 
 def _deterministic(runner: RewardRunner, item: RewardRequest) -> None:
     first, second = runner.score(item), runner.score(item)
-    if first != second:
-        raise ContractError(f"response {item.response!r:.40} got {first}, and then {second}")
+    expect(first == second, f"response {item.response!r:.40} got {first}, and then {second}")
 
 
 def _direction(runner: RewardRunner, item: RewardRequest) -> None:
     right, empty = (runner.score(one).reward for one in (item, replace(item, response="")))
-    if right < empty:
-        raise ContractError(
-            f"the right response gets {right:g} and the empty one {empty:g}; check the sign, or --answer"
-        )
+    message = f"the right response gets {right:g} and the empty one {empty:g}; check the sign, or --answer"
+    expect(right >= empty, message)
 
 
 GroupFilterFn = Callable[[FinishedGroup], object]
 
 MAX_CALL_S = 0.01
-"""The filter runs in the driver's event loop, where nothing else goes on meanwhile."""
+"""The filter runs in the driver's event loop, where nothing else runs meanwhile."""
 _NUM_TIMED = 3
 
 
@@ -258,34 +240,27 @@ def group_filter_checks(function: GroupFilterFn, *, metadata: Mapping[str, objec
     """
 
     def fresh() -> list[FinishedGroup]:
+        """An earlier check may have let the others be changed."""
         return _groups({} if metadata is None else metadata)
 
-    def on_groups(check: Callable[[GroupFilterFn, FinishedGroup], object]) -> Callable[[], None]:
-        return for_all(fresh(), check, function)  # groups of its own: an earlier check may have let them be changed
-
-    return [
-        Check(rule="gives None, or a reason that can name a metric", run=on_groups(_reason_given)),
-        Check(rule="two calls give the same reason", run=on_groups(_repeatable)),
-        Check(rule="leaves the group alone", run=on_groups(_untouched)),
-        Check(rule="the order of answers does not matter", run=on_groups(_order)),
-        Check(rule="lets some group in", run=lambda: _lets_in(function, fresh())),
-        Check(rule=f"a call takes less than {MAX_CALL_S:g} s", run=on_groups(_time)),
-    ]
+    return checks_of(function, {
+        "gives None, or a reason that can name a metric": (_reason_given, fresh()),
+        "two calls give the same reason": (_repeatable, fresh()),
+        "leaves the group alone": (_untouched, fresh()),
+        "the order of responses does not matter": (_order, fresh()),
+        "lets some group in": (_lets_in, [fresh()]),
+        f"a call takes less than {MAX_CALL_S:g} s": (_time, fresh()),
+    })  # fmt: skip
 
 
 def _groups(metadata: Mapping[str, object]) -> list[FinishedGroup]:
-    """What comes back in runs: mixed, equal, graded, negative and lone rewards; short, long, empty answers."""
+    """What comes back in runs: mixed, equal, graded, negative and lone rewards; short, long, empty responses."""
     rewards = [[1.0, 0.0, 0.0, 1.0], [0.0] * 4, [1.0] * 4, [0.0, 0.2, 0.5, 1.0, 1.0], [-1.0, 2.5, -3.0], [1.0]]
+    prompt = Prompt(prompt_id="", token_ids=np.array([1, 2, 3], np.int32), text="1+1=", answer="2")
     lengths = [[12, 40, 7, 90], [8000] * 4, [3, 0, 1, 2], [100, 200, 300, 400, 500], [1, 9, 5], [30]]
     return [
         FinishedGroup(
-            prompt=Prompt(
-                prompt_id=f"train/{i}",
-                token_ids=np.array([1, 2, 3], np.int32),
-                text="1+1=",
-                answer="2",
-                metadata=dict(metadata),
-            ),
+            prompt=replace(prompt, prompt_id=f"train/{i}", metadata=dict(metadata)),
             rewards_G=np.array(rewards_G),
             lengths_G=np.array(lengths_G, np.int64),
             is_truncated_G=np.array(lengths_G) >= 8000,
@@ -304,57 +279,43 @@ def _reason_given(function: GroupFilterFn, group: FinishedGroup) -> str:
 
 def _repeatable(function: GroupFilterFn, group: FinishedGroup) -> None:
     first, second = _reason_given(function, group), _reason_given(function, group)
-    if first != second:
-        raise ContractError(
-            f"rewards {group.rewards_G.tolist()} got {first!r}, then {second!r}; keep no state between calls"
-        )
+    message = f"rewards {group.rewards_G.tolist()} got {first!r}, then {second!r}; keep no state between calls"
+    expect(first == second, message)
 
 
 def _untouched(function: GroupFilterFn, group: FinishedGroup) -> None:
     before = repr(group)
     _reason_given(function, group)
-    if repr(group) != before:
-        raise ContractError(
-            "an array of the group, or the metadata of its prompt, was changed in place; work on a copy"
-        )
+    message = "an array of the group, or the metadata of its prompt, was changed in place; work on a copy"
+    expect(repr(group) == before, message)
 
 
 def _order(function: GroupFilterFn, group: FinishedGroup) -> None:
-    backwards = FinishedGroup(
-        prompt=group.prompt,
+    backwards = replace(
+        group,
         rewards_G=group.rewards_G[::-1].copy(),
         lengths_G=group.lengths_G[::-1].copy(),
         is_truncated_G=group.is_truncated_G[::-1].copy(),
-        num_failed=group.num_failed,
     )
-    forth, back = (
-        _reason_given(function, group),
-        _reason_given(function, backwards),
-    )
-    if forth != back:
-        raise ContractError(f"rewards {group.rewards_G.tolist()} got {forth!r}, and backwards {back!r}")
+    forth, back = _reason_given(function, group), _reason_given(function, backwards)
+    expect(forth == back, f"rewards {group.rewards_G.tolist()} got {forth!r}, and backwards {back!r}")
 
 
 def _lets_in(function: GroupFilterFn, groups: list[FinishedGroup]) -> None:
     reasons = sorted({_reason_given(function, group) for group in groups})
-    if "" not in reasons:
-        raise ContractError(
-            f"every group was filtered ({', '.join(reasons)}), also one of unequal rewards; a run would end"
-        )
+    message = f"every group was filtered ({', '.join(reasons)}), also one of unequal rewards; a run would end"
+    expect("" in reasons, message)
 
 
 def _time(function: GroupFilterFn, group: FinishedGroup) -> None:
-    took_s = min(_seconds_of_a_call(function, group) for _ in range(_NUM_TIMED))
-    if took_s > MAX_CALL_S:
-        raise ContractError(
-            f"rewards {group.rewards_G.tolist()} took {took_s:.3f} s; the run would stand still meanwhile"
-        )
+    def seconds() -> float:
+        started = time.perf_counter()
+        _reason_given(function, group)
+        return time.perf_counter() - started
 
-
-def _seconds_of_a_call(function: GroupFilterFn, group: FinishedGroup) -> float:
-    started = time.perf_counter()
-    _reason_given(function, group)
-    return time.perf_counter() - started
+    took_s = min(seconds() for _ in range(_NUM_TIMED))
+    message = f"rewards {group.rewards_G.tolist()} took {took_s:.3f} s, during which the run would stand still"
+    expect(took_s <= MAX_CALL_S, message)
 
 
 EstimatorFn = Callable[[Sequence[GroupRewards]], Sequence[FloatArray]]
@@ -371,13 +332,13 @@ def advantage_checks(estimator: EstimatorFn, *, traits: EstimatorTraits) -> list
     """
     trial = _EstimatorTrial(estimator=estimator, traits=traits)
     return [
-        Check(rule="gives one float per answer, in a list of one array per group", run=trial.form),
-        Check(rule="advantages are finite, also where all rewards are equal", run=trial.finite),
-        Check(rule="two calls give the same bits and leave the groups alone", run=trial.repeatable),
-        Check(rule="the order of answers in a group does not matter", run=trial.order_of_answers),
-        Check(rule="the order of groups does not matter", run=trial.order_of_groups),
-        Check(rule="other groups do not matter, unless it declares spans_step", run=trial.independence),
-        Check(rule="a better answer of a group never gets less than a worse one", run=trial.direction),
+        Check("gives one float per response, in a list of one array per group", trial.form),
+        Check("advantages are finite, also where all rewards are equal", trial.finite),
+        Check("two calls give the same bits and leave the groups alone", trial.repeatable),
+        Check("the order of responses in a group does not matter", trial.order_of_answers),
+        Check("the order of groups does not matter", trial.order_of_groups),
+        Check("other groups do not matter, unless it declares spans_step", trial.independence),
+        Check("a better response of a group never gets less than a worse one", trial.direction),
     ]
 
 
@@ -394,24 +355,24 @@ class _EstimatorTrial:
         equal = [[np.full(n, value) for n in sizes] for value in (0.0, 1.0)]
         for rewards in [*equal, *(self._rewards(seed, sizes) for seed in range(3))]:
             for values_G, rewards_G in zip(self._call(self._of(rewards)), rewards, strict=True):
-                if not np.isfinite(values_G).all():
-                    raise ContractError(f"{values_G.tolist()} for the rewards {rewards_G.tolist()}; guard the division")
+                message = f"{values_G.tolist()} for the rewards {rewards_G.tolist()}; guard the division"
+                expect(bool(np.isfinite(values_G).all()), message)
 
     def repeatable(self) -> None:
         groups = self._groups(1)
         before = [group.rewards_G.copy() for group in groups]
         first, second = self._call(groups), self._call(groups)
-        if any(not np.array_equal(a, b) for a, b in zip(first, second, strict=True)):
-            raise ContractError("the second call gave other numbers; use no randomness and keep no state between calls")
-        if any(not np.array_equal(old, group.rewards_G) for old, group in zip(before, groups, strict=True)):
-            raise ContractError("rewards_G was changed in place; work on a copy")
+        after = [group.rewards_G for group in groups]
+        message = "the second call gave other numbers; use no randomness and keep no state between calls"
+        expect(all(map(np.array_equal, first, second)), message)
+        expect(all(map(np.array_equal, before, after)), "rewards_G was changed in place; work on a copy")
 
     def order_of_answers(self) -> None:
         groups, rng = self._groups(2), np.random.default_rng(2)
         orders = [rng.permutation(group.rewards_G.size) for group in groups]
         shuffled = [_reordered(group, order) for group, order in zip(groups, orders, strict=True)]
         expected = [values_G[order] for values_G, order in zip(self._call(groups), orders, strict=True)]
-        _expect_equal(self._call(shuffled), expected, "after reordering its answers")
+        _expect_equal(self._call(shuffled), expected, "after reordering its responses")
 
     def order_of_groups(self) -> None:
         groups = self._groups(3)
@@ -424,18 +385,16 @@ class _EstimatorTrial:
             _expect_equal(alone, self._call(groups), "without the other groups (declare spans_step if that is meant)")
 
     def direction(self) -> None:
-        """Answers of equal length, graded: a better one may not get less, and somewhere gets more."""
+        """Responses of equal length, graded: a better one may not get less, and somewhere gets more."""
         rewards = [np.array([1.0, 0.4, 0.0]), np.array([0.0, 1.0, 0.7, 0.7]), np.array([1.0, 0.0])]
         gaps: list[float] = []
         for values_G, rewards_G in zip(self._call(self._of(rewards)), rewards, strict=True):
             sorted_G = values_G[np.argsort(rewards_G, kind="stable")]
-            if (np.diff(sorted_G)[np.diff(np.sort(rewards_G)) > 0] < -1e-9).any():
-                raise ContractError(
-                    f"{values_G.round(4).tolist()} for the rewards {rewards_G.tolist()}; check the sign"
-                )
+            falls_G = np.diff(sorted_G)[np.diff(np.sort(rewards_G)) > 0] < -1e-9
+            message = f"{values_G.round(4).tolist()} for the rewards {rewards_G.tolist()}; check the sign"
+            expect(not falls_G.any(), message)
             gaps.append(sorted_G[-1] - sorted_G[0])
-        if max(gaps) <= 1e-9:
-            raise ContractError("the best answer never gets more than the worst one, so nothing is learned")
+        expect(max(gaps) > 1e-9, "the best response never gets more than the worst one, so nothing is learned")
 
     def _groups(self, seed: int) -> list[GroupRewards]:
         return self._of(self._rewards(seed, _SIZES))
@@ -445,7 +404,7 @@ class _EstimatorTrial:
         return [rng.normal(size=n) if i % 2 else rng.integers(0, 2, n).astype(np.float64) for i, n in enumerate(sizes)]
 
     def _of(self, rewards: Sequence[FloatArray]) -> list[GroupRewards]:
-        """Groups with these rewards: equal lengths, and parts that rank the answers as their total does."""
+        """Groups with these rewards: equal lengths, and parts that rank the responses as their total does."""
         return [
             GroupRewards(
                 rewards_G=rewards_G.copy(),
@@ -464,10 +423,9 @@ class _EstimatorTrial:
             raise ContractError(f"expected a list of one array for each of {len(groups)} groups, got {what}")
         found = [np.asarray(values_G, np.float64) for values_G in given]
         for values_G, group in zip(found, groups, strict=True):
-            if values_G.shape != group.rewards_G.shape:
-                raise ContractError(
-                    f"expected shape {group.rewards_G.shape}, one advantage per answer, got {values_G.shape}"
-                )
+            shape = group.rewards_G.shape
+            message = f"expected shape {shape}, one advantage per response, got {values_G.shape}"
+            expect(values_G.shape == shape, message)
         return found
 
 
@@ -482,7 +440,5 @@ def _reordered(group: GroupRewards, order: np.ndarray) -> GroupRewards:
 
 def _expect_equal(got: Sequence[FloatArray], expected: Sequence[FloatArray], when: str) -> None:
     for i, (values_G, expected_G) in enumerate(zip(got, expected, strict=True)):
-        if not np.allclose(values_G, expected_G, rtol=1e-9, atol=1e-9):
-            raise ContractError(
-                f"group {i} gets {values_G.round(4).tolist()} {when}, and {expected_G.round(4).tolist()} before"
-            )
+        message = f"group {i} gets {values_G.round(4).tolist()} {when}, and {expected_G.round(4).tolist()} before"
+        expect(np.allclose(values_G, expected_G, rtol=1e-9, atol=1e-9), message)

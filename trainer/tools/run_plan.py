@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rollout.worker.group_server import MAX_BYTES
 from trainer.config.algorithm import SELECTING_LOSSES, traits_of
@@ -29,24 +29,23 @@ from trainer.tools.memory_plan import (
 from weight_sync.routes import Party, plan_routes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from trainer.config.schema import RunConfig
-    from weight_sync.routes import RelayMode
 
 
 LINK_BYTES_PER_S = (25e9, 200e9)
 """Two links that a pull may go over: a 200 Gbit/s network card per device, and a link between devices of one host."""
 TAIL_EFFICIENCY, FULL_EFFICIENCY = 0.2, 0.45
-"""Arithmetic efficiency of decoding over that of training, if engines have few answers each, as in a long tail, and if
-they are kept full. The asynchronous runs on H200s in docs/benchmarks.md had 0.20 to 0.26 by the measured
+"""Arithmetic efficiency of decoding over that of training, if engines have few responses each, as in a long tail, and
+if they are kept full. The asynchronous runs on H200s in docs/benchmarks.md had 0.20 to 0.26 by the measured
 generation-bound time, and 0.27 to 0.55 by that at the full rate. The test of this module has all of them."""
 FORWARD = 2
 """Operations per weight and token of a forward pass (Kaplan et al. 2020, section 2.1), attention left out."""
 TRAJECTORY_BYTES = 4 + 1 + 4 + 4
-"""Per token of prompt and answer in `rollout.types.Trajectory`: token_ids, loss_mask, logprobs, versions."""
+"""Per token of prompt and response in `rollout.types.Trajectory`: token_ids, loss_mask, logprobs, versions."""
 TEXT_BYTES = 4
-"""Per token of the answer in `Trajectory.text`; assumed, as for English."""
+"""Per token of the response in `Trajectory.text`; assumed, as for English."""
 MICRO_BATCH_BYTES = 4 + 1 + 4 + 4 + 4 + 4
 """Per token in `trainer.data.batch.MicroBatch`: token_ids, loss_mask, behavior_logprobs, versions, advantages,
 loss_weights."""
@@ -56,20 +55,7 @@ SPILL_SHARE = 0.8
 """From this share of the store on, Ray writes objects to disk (its object_spilling_threshold)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What is known of prompts and answers before a run."""
-
-    prompt_tokens: float
-    """Mean of the training prompts."""
-    response_tokens: float | None = None
-    """Mean of the answers; None if unknown."""
-    num_evaluated: int = 0
-    """Answers of an evaluation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncTraffic:
+class SyncTraffic(NamedTuple):
     """Of one policy version."""
 
     version_bytes: int
@@ -86,8 +72,7 @@ class SyncTraffic:
         return max(self.device_bytes, self.rank_bytes) / link_bytes_per_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWork:
+class StepWork(NamedTuple):
     """Arithmetic of one step per device, in floating point operations."""
 
     learner_flops: float
@@ -95,7 +80,7 @@ class StepWork:
 
     @property
     def generation_over_learning(self) -> tuple[float, float]:
-        """Time of generation over that of learning: with engines that are kept full, and with few answers in them."""
+        """Time of generation over that of learning: with engines that are kept full, and with few responses in them."""
         ratio = self.engine_flops / self.learner_flops
         return ratio / FULL_EFFICIENCY, ratio / TAIL_EFFICIENCY
 
@@ -108,9 +93,8 @@ class StepWork:
         return "generation" if full > 1 else "either"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectStore:
-    """With every answer at its longest, so a run has less there."""
+class ObjectStore(NamedTuple):
+    """With every response at its longest, so a run has less there."""
 
     items: Items
     group_bytes: int
@@ -142,16 +126,16 @@ class RunPlan:
     engine: EngineMemory
     sync: SyncTraffic
     work: Mapping[float, StepWork]
-    """By the mean length of an answer: the one that was given, or the longest, and a quarter of it."""
+    """By the mean length of a response: the one that was given, or the longest, and a quarter of it."""
     store: ObjectStore
     num_slots: int
     """Groups between admission and live weights, at most."""
-    num_answers: int
-    """Answers in flight at most."""
+    num_responses: int
+    """In flight at most."""
     arena_bytes: int
     """Of one rank: stays on a shared device in the engine's turn."""
     is_paired: bool
-    """Learner and engine take turns on every device."""
+    """Learner and engine alternate on every device."""
 
     @property
     def moved_bytes(self) -> int:
@@ -164,14 +148,19 @@ def plan_run(
     shape: ModelShape,
     device: Device,
     *,
-    critic: ModelShape | None,
+    prompt_tokens: float,
+    response_tokens: float | None = None,
+    num_evaluated: int = 0,
+    critic: ModelShape | None = None,
     teacher: ModelShape | None = None,
-    workload: Workload,
     host_bytes: int | None = None,
     node_of: Mapping[str, str] | None = None,
 ) -> RunPlan:
     """
     Args:
+        prompt_tokens: mean of the training prompts.
+        response_tokens: mean of the responses; None if unknown.
+        num_evaluated: responses of an evaluation.
         critic: of a critic with a separate backbone.
         teacher: of the model that `algorithm.kl.reference_model` names.
         host_bytes: memory of the host that has all ranks; None if that is not known.
@@ -187,9 +176,12 @@ def plan_run(
     host = host_items(cfg, shape, reference=reference, critic=critic)
     is_paired = cfg.mode.shares_devices and not device.is_shared
     if is_paired and (moved := sum(item.nbytes for item in learner if item.is_state)):
-        hint = "mode: async or sync, with devices of their own for the learner"
-        host = (*host, MemoryItem(name="the learner, while engines compute", nbytes=moved, hint=hint))
+        hint = "mode: async or sync, with separate devices for the learner"
+        host = (*host, MemoryItem("the learner, while engines compute", moved, hint))
     engine = engine_memory(cfg, shape, device)
+    longest = cfg.rollout.max_response_tokens
+    per_token = _learner_flops(cfg, shape, critic=critic, teacher=teacher)
+    means = (longest, longest / 4) if response_tokens is None else (response_tokens,)
     return RunPlan(
         shape=shape,
         device=device,
@@ -197,52 +189,46 @@ def plan_run(
         host=host,
         host_bytes=host_bytes,
         engine=engine,
-        sync=_sync(cfg, shape, node_of, is_staged=engine.is_staged),
-        work=_work(cfg, shape, workload, per_token=_learner_flops(cfg, shape, critic=critic, teacher=teacher)),
-        store=object_store(cfg, workload, num_slots=num_slots, group_size=group_size),
+        sync=sync_traffic(cfg, shape, node_of, is_staged=engine.is_staged),
+        work={mean: _work(cfg, shape, prompt_tokens, mean, group_size, per_token) for mean in means},
+        store=object_store(
+            cfg, prompt_tokens=prompt_tokens, num_evaluated=num_evaluated, num_slots=num_slots, group_size=group_size
+        ),
         num_slots=num_slots,
-        num_answers=num_slots * group_size,
+        num_responses=num_slots * group_size,
         arena_bytes=arena_bytes(cfg, shape),
         is_paired=is_paired,
     )
 
 
 def sync_traffic(
-    version_bytes: int, *, ranks: Sequence[str], replicas: Sequence[str], tensor_parallel_size: int, relay: RelayMode
+    cfg: RunConfig, shape: ModelShape, node_of: Mapping[str, str] | None, *, is_staged: bool
 ) -> SyncTraffic:
-    """Every replica needs every published byte once, spread over its devices, by the routes of weight sync.
+    """Every replica needs every published byte once, spread over its devices, by the routes of weight sync. An engine
+    is on one node, with all its devices."""
+    num_ranks, tp = cfg.learner.num_ranks, cfg.rollout.tensor_parallel_size
+    version_bytes = shape.num_trained_params * DTYPE_BYTES[cfg.model.rollout_dtype]
 
-    Args:
-        ranks: node of every learner rank.
-        replicas: node of every engine; it is on one, with all its devices.
-        relay: "off" also where engines have nothing to relay.
-    """
-    everyone, tp = range(len(ranks)), tensor_parallel_size
+    def node(name: str) -> str:
+        return "" if node_of is None else node_of[name]
+
     parties = [
-        Party(name=f"{replica}/{worker}", worker=worker, node=node)
-        for replica, node in enumerate(replicas)
+        Party(name=f"{replica}/{worker}", worker=worker, node=node(f"replica_{replica}"))
+        for replica in range(cfg.rollout.num_replicas)
         for worker in range(tp)
     ]
-    routes = plan_routes(dict(enumerate(ranks)), parties, dict.fromkeys(range(tp), everyone), relay=relay)
-    max_readers = max(sum(route[rank] is None for route in routes.values()) for rank in everyone)
+    routes = plan_routes(
+        {rank: node(f"learner_{rank}") for rank in range(num_ranks)},
+        parties,
+        dict.fromkeys(range(tp), range(num_ranks)),
+        relay=cfg.weight_sync.relay if is_staged else "off",  # only shadow blocks are relayed
+    )
+    max_readers = max(sum(route[rank] is None for route in routes.values()) for rank in range(num_ranks))
     return SyncTraffic(
         version_bytes=version_bytes,
         device_bytes=-(-version_bytes // tp),
-        rank_bytes=-(-version_bytes * max_readers // (tp * len(ranks))),
+        rank_bytes=-(-version_bytes * max_readers // (tp * num_ranks)),
         relays=any(via is not None for route in routes.values() for via in route.values()),
-    )
-
-
-def _sync(cfg: RunConfig, shape: ModelShape, node_of: Mapping[str, str] | None, *, is_staged: bool) -> SyncTraffic:
-    ranks = [f"learner_{rank}" for rank in range(cfg.learner.num_ranks)]
-    replicas = [f"replica_{replica}" for replica in range(cfg.rollout.num_replicas)]
-    nodes = dict.fromkeys([*ranks, *replicas], "") if node_of is None else node_of
-    return sync_traffic(
-        shape.num_trained_params * DTYPE_BYTES[cfg.model.rollout_dtype],
-        ranks=[nodes[name] for name in ranks],
-        replicas=[nodes[name] for name in replicas],
-        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
-        relay=cfg.weight_sync.relay if is_staged else "off",  # only shadow blocks are relayed
     )
 
 
@@ -273,51 +259,45 @@ def _learner_flops(
     return flops
 
 
-def _work(cfg: RunConfig, shape: ModelShape, workload: Workload, *, per_token: float) -> dict[float, StepWork]:
-    """`per_token`: operations of the learner."""
-    rollout, longest = cfg.rollout, cfg.rollout.max_response_tokens
-    trained = cfg.trainer.groups_per_step * rollout.group_size
-    generated = cfg.trainer.groups_per_step * (rollout.group_size + traits_of(cfg.algorithm).greedy_baseline)
-    engine_devices = rollout.num_replicas * rollout.tensor_parallel_size
-    means = (longest, longest / 4) if workload.response_tokens is None else (workload.response_tokens,)
-    return {
-        mean: StepWork(
-            learner_flops=per_token * trained * (workload.prompt_tokens + mean) / cfg.learner.num_ranks,
-            engine_flops=FORWARD
-            * (shape.num_active_params + shape.num_adapter_params)
-            * generated
-            * mean
-            / engine_devices,
-        )
-        for mean in means
-    }
+def _work(
+    cfg: RunConfig, shape: ModelShape, prompt_tokens: float, mean: float, group_size: int, per_token: float
+) -> StepWork:
+    """With responses of so many tokens; `group_size` counts a greedy baseline, which is not trained; `per_token`:
+    operations of the learner."""
+    trained = cfg.trainer.groups_per_step * cfg.rollout.group_size
+    generated = cfg.trainer.groups_per_step * group_size
+    engine_devices = cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size
+    forward = FORWARD * (shape.num_active_params + shape.num_adapter_params)
+    return StepWork(
+        learner_flops=per_token * trained * (prompt_tokens + mean) / cfg.learner.num_ranks,
+        engine_flops=forward * generated * mean / engine_devices,
+    )
 
 
-def object_store(cfg: RunConfig, workload: Workload, *, num_slots: int, group_size: int) -> ObjectStore:
+def object_store(
+    cfg: RunConfig, *, prompt_tokens: float, num_evaluated: int, num_slots: int, group_size: int
+) -> ObjectStore:
     """
     Args:
         num_slots: groups in flight.
-        group_size: answers that are generated for a prompt, a greedy baseline included.
+        group_size: responses that are generated for a prompt, a greedy baseline included.
     """
-    longest, num_asked = cfg.rollout.max_response_tokens, workload.num_evaluated
+    longest = cfg.rollout.max_response_tokens
     # Of one trajectory, without what does not grow with its length.
-    answer = int(TRAJECTORY_BYTES * workload.prompt_tokens) + (TRAJECTORY_BYTES + TEXT_BYTES) * longest
-    answer *= cfg.task.agent_max_sequences
+    response = int(TRAJECTORY_BYTES * prompt_tokens) + (TRAJECTORY_BYTES + TEXT_BYTES) * longest
+    response *= cfg.task.agent_max_sequences
     # Of all samples of a step; a greedy baseline is not trained.
     selected = SELECTED_BYTES * (cfg.algorithm.loss in SELECTING_LOSSES)
     per_token = MICRO_BATCH_BYTES + selected + REWARDS_BYTES * cfg.algorithm.finishes_on_ranks
     sequences = cfg.trainer.groups_per_step * cfg.rollout.group_size * cfg.task.agent_max_sequences
-    needs = {"micro-batches of one step": int(sequences * (workload.prompt_tokens + longest) * per_token)}
-    if group_size * answer > MAX_BYTES:
-        needs[f"{num_slots:,} groups in flight"] = num_slots * group_size * answer
-    if num_asked * answer > MAX_BYTES:
-        needs[f"{num_asked:,} answers of an evaluation"] = num_asked * answer
+    needs = {"micro-batches of one step": int(sequences * (prompt_tokens + longest) * per_token)}
+    if group_size * response > MAX_BYTES:
+        needs[f"{num_slots:,} groups in flight"] = num_slots * group_size * response
+    if num_evaluated * response > MAX_BYTES:
+        needs[f"{num_evaluated:,} responses of an evaluation"] = num_evaluated * response
     return ObjectStore(
-        items=tuple(
-            MemoryItem(name=name, nbytes=nbytes, hint="ray.object_store_gib: more", is_exact=False)
-            for name, nbytes in needs.items()
-        ),
-        group_bytes=group_size * answer,
+        items=tuple(MemoryItem(name, n, "ray.object_store_gib: more", is_exact=False) for name, n in needs.items()),
+        group_bytes=group_size * response,
         total_bytes=int(cfg.ray.object_store_gib * GIB) if cfg.ray.address == "local" else None,
     )
 
@@ -359,36 +339,34 @@ def _too_large(where: str, items: Items, total_bytes: int) -> list[Problem]:
 
 def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     engine, device, found = plan.engine, plan.device, list[Problem]()
-    longest = engine.longest_tokens
+    share, longest = cfg.rollout.gpu_memory_utilization, engine.longest_tokens
+    weights, shadow = engine.items[0], engine.items[-1]
+    own_bytes = int(share * device.total_bytes)
     if engine.max_kv_tokens < longest and not engine.uncounted:
-        weights = engine.items[0]
-        where = "rollout.kv_cache_gib" if device.is_shared else "rollout.gpu_memory_utilization"
         found.append(
             Problem(
-                key=where,
-                value=f"room for {engine.max_kv_tokens} tokens beside {gib(weights.nbytes)} of weights",
+                key="rollout.kv_cache_gib" if device.is_shared else "rollout.gpu_memory_utilization",
+                value=f"room for {engine.max_kv_tokens} tokens next to {gib(weights.nbytes)} of weights",
                 message=f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
                 hint=f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.hint}",
             )
         )
-    own_bytes = int(cfg.rollout.gpu_memory_utilization * device.total_bytes)
     if plan.is_paired and own_bytes + plan.arena_bytes > device.total_bytes:
         found.append(
             Problem(
                 key="rollout.gpu_memory_utilization",
-                value=f"{gib(own_bytes)} for the engine, beside {gib(plan.arena_bytes)} of arena that stays",
+                value=f"{gib(own_bytes)} for the engine, next to {gib(plan.arena_bytes)} of arena that stays",
                 message=f"a shared device has {gib(device.total_bytes)}",
                 hint="lower it: the learner's context and arena stay while it is away",
             )
         )
     is_sure = not device.is_shared and not engine.uncounted
     if cfg.weight_sync.commit == "staged" and not engine.shadow_fits and is_sure:
-        shadow = engine.items[-1]
         found.append(
             Problem(
                 key="weight_sync.commit",
                 value=f"staged: {gib(shadow.nbytes)} of shadow per engine device",
-                message=f"only {gib(int((1 - cfg.rollout.gpu_memory_utilization) * device.total_bytes))} are left",
+                message=f"only {gib(int((1 - share) * device.total_bytes))} are left",
                 hint=shadow.hint,
             )
         )

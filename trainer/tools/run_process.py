@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 END_S = 60.0
-"""A run that is told to stop at once may take so long to stop its actors; then it is killed."""
+"""A run that is asked to stop at once may take so long to stop its actors; then it is killed."""
 TWO_SIGNALS_S = 1.5
 """A run treats signals that come closer together as one."""
 

@@ -1,25 +1,33 @@
-"""Reads run directories: configuration, metrics, trace, starts and evaluations of a run. The only reader of them."""
+"""Reads run directories: configuration, metrics, trace, starts, evaluations and samples. The only reader of them."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import msgspec
 import yaml
+from msgspec import structs
 
 from trainer.config.plain import read_stored
+from trainer.errors import one_line
 from trainer.telemetry.metrics import current_names
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from trainer.config.schema import RunConfig
+    from trainer.errors import Problem
 
+_T = TypeVar("_T")
+_GIVE = "give the run directory that the run printed at its start"
 Record = dict[str, Any]
 """A line of metrics.jsonl, evaluations.jsonl or environment.jsonl."""
 MIN_STEPS = 3
-"""Fewer steady steps say nothing."""
+"""Fewer steady steps show nothing."""
 CLOCKS_AGREE_S = 0.1
 """The time of a process and that between two of its steps are taken this close to each other. Two processes that need
 about as long to start may be a second apart."""
@@ -30,87 +38,42 @@ class InvalidRunDir(Exception):
 
 
 class TooFewSteps(Exception):
-    """The run has not enough steady steps to say anything."""
+    """The run has too few steady steps for a diagnosis."""
+
+    def __init__(self, message: str, facts: RunFacts, *, num_missing: int) -> None:
+        super().__init__(message)
+        self.facts = facts
+        """With all steps since the start."""
+        self.num_missing = num_missing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The keys of a configuration that decide who waits for whom."""
-
-    num_ranks: int
-    num_replicas: int
-    tensor_parallel_size: int
-    max_staleness: int
-    groups_per_step: int
-    group_size: int
-    max_num_seqs: int
-    sync_slots: int
-    device_name: str
-    is_colocated: bool = False
-    """Learner and engines compute on the same devices, one after the other (mode=colocated)."""
-    fixes_staleness: bool = False
-    """The mode has one S (sync, one_step_off): another one needs mode=async too."""
-    has_ended: bool = False
-    """It trained all its steps, so its last ones while engines ran out of prompts."""
-    resumed_from_step: int = 0
-    """Where the latest process of the run began. Earlier steps belong to another run as far as waits are concerned."""
-    is_device_assumed: bool = False
-    """No file says on what it ran, so it is taken for an accelerator."""
-    eval_every: int = 0
-    """Steps between evaluations beside training; 0 without any, and if they stop training (trainer.eval_blocking)."""
-    eval_at_start: bool = False
-    """Each process begins with one beside training."""
-
-    @property
-    def shares_cores(self) -> bool:
-        """Learner and engines compute on the same cores: neither has devices to give away."""
-        return self.device_name == "cpu"
-
-    @property
-    def max_groups(self) -> int:
-        """(S + 1) x B: groups in flight at most."""
-        return (self.max_staleness + 1) * self.groups_per_step
-
-    @property
-    def num_devices(self) -> int:
-        if self.is_colocated:
-            return self.num_ranks
-        return self.num_ranks + self.num_replicas * self.tensor_parallel_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLine:
-    """One optimizer step, seconds. What this run did not record is None."""
+class StepLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step, with the metrics that decide who waits for whom. None: this run did not record it."""
 
     step: int
-    step_s: float
-    """Since the end of the step before."""
-    learner_s: float
-    data_wait_s: float
+    step_s: float = msgspec.field(name="perf/step_s")
+    learner_s: float = msgspec.field(name="learner/step_s")
+    data_wait_s: float = msgspec.field(name="time/wait_for_batch_s")
     """Without `evaluation_wait_s`."""
-    sync_wait_s: float
-    pack_s: float
-    engines_idle_s: float | None
-    slot_wait_s: float | None
-    oldest_wait_s: float
+    evaluation_wait_s: float = msgspec.field(name="time/wait_for_eval_s", default=0.0)
+    """The part of the wait for groups that an evaluation causes, which has one of the engines."""
+    sync_wait_s: float = msgspec.field(name="time/wait_for_sync_s")
+    pack_s: float = msgspec.field(name="sync/pack_s", default=0.0)
+    """Absent where a step left the policy unchanged."""
+    engines_idle_s: float | None = msgspec.field(name="time/engines_idle_s", default=None)
+    slot_wait_s: float | None = msgspec.field(name="time/backpressure_s", default=None)
+    oldest_wait_s: float = msgspec.field(name="buffer/oldest_wait_s", default=0.0)
     """Total since the start of the process, not of this step."""
-    evaluation_wait_s: float = 0.0
-    """What the learner waited for groups because an engine had an evaluation instead."""
     time_s: float | None = None
     """Its end, since the start of the process."""
-    num_slots: float | None = None
-    """Groups that could be in flight at its end."""
-    num_skipped: int = 0
+    num_slots: float | None = msgspec.field(name="buffer/num_slots", default=None)
+    num_skipped: float = msgspec.field(name="sync/replicas_skipped", default=0)
     """Engines that the last sync left out: lost, or with an evaluation."""
-    num_rescued: float | None = None
-    """Requests that moved to another engine when theirs was lost; like `attempt_tokens` a total so far. None if no
-    worker reported, and less than before if one of them did not."""
-    attempt_tokens: float | None = None
-    """Of groups that came to nothing; reported like the requests."""
-    num_failed: float = 0.0
-    """Attempts at a group that failed."""
-    failed_frac: float = 0.0
-    """Share of the step's responses that have no reward."""
+    num_rescued: float | None = msgspec.field(name="engine/migrated_requests", default=None)
+    """Like `attempt_tokens` a total so far: None if no worker reported, and less than before if one of them did not."""
+    attempt_tokens: float | None = msgspec.field(name="discarded/failed_attempt_tokens", default=None)
+    num_failed: float = msgspec.field(name="buffer/failed", default=0)
+    failed_frac: float = msgspec.field(name="response/failed_frac", default=0.0)
 
 
 class Span(NamedTuple):
@@ -121,21 +84,21 @@ class Span(NamedTuple):
     begin_s: float
     end_s: float
     tokens: int | None = None
-    """Generated, of a group; None where nobody counted them."""
+    """Generated, of a group; None where they were not counted."""
     process: int = 1
     """Of the run, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFacts:
-    """What the trace says about the steps that count."""
+    """What the trace shows of the steps that count."""
 
     engines_idle_s: float
     """Time that an engine had no group, mean over all engines."""
     evaluation_s: float
-    """Time during which an evaluation ran beside them."""
+    """Time during which an evaluation ran concurrently."""
     generation_full_s: float | None = None
-    """Of a step, if the engines were always as quick as while they have at least half its groups; None if they never
+    """Of a step, if the engines were always as fast as while they have at least half its groups; None if they never
     have."""
 
 
@@ -143,18 +106,38 @@ class TraceFacts:
 class RunFacts:
     """The steady steps of the latest process of a run."""
 
-    setup: Setup
+    cfg: RunConfig
     lines: Sequence[StepLine]
+    device_name: str
+    """What it ran on; "auto" where no file says so, which is taken for an accelerator."""
+    has_ended: bool = False
+    """It trained all its steps, so its last ones while engines ran out of prompts."""
     num_lost_steps: int = 0
     """Left out only because an engine was lost."""
     trace: TraceFacts | None = None
     """None without a trace that shows these steps."""
 
     @property
+    def shares_cores(self) -> bool:
+        """Learner and engines compute on the same cores: neither has devices to give away."""
+        return self.device_name == "cpu"
+
+    @property
+    def num_devices(self) -> int:
+        if self.cfg.mode.shares_devices:
+            return self.cfg.learner.num_ranks
+        return self.cfg.learner.num_ranks + self.cfg.rollout.num_replicas * self.cfg.rollout.tensor_parallel_size
+
+    @property
+    def max_groups(self) -> int:
+        """(S + 1) x B: groups in flight at most."""
+        return (self.cfg.mode.max_staleness + 1) * self.cfg.trainer.groups_per_step
+
+    @property
     def has_closed_slots(self) -> bool:
         """Whether the run has not yet opened all slots that S allows."""
         num_slots = self.lines[-1].num_slots
-        return num_slots is not None and num_slots < self.setup.max_groups
+        return num_slots is not None and num_slots < self.max_groups
 
 
 def read_run(run_dir: Path) -> RunFacts:
@@ -163,135 +146,125 @@ def read_run(run_dir: Path) -> RunFacts:
         InvalidRunDir: there is no configuration or there are no metrics, or they cannot be read.
         TooFewSteps: nearly no step is steady.
     """
-    setup = read_setup(run_dir)
-    lines = read_lines(run_dir, setup)
-    setup = _as_started(setup, _latest_start(read_records(run_dir / "environment.jsonl"), lines))
-    lines = [line for line in lines if line.step > setup.resumed_from_step]
-    setup = replace(setup, has_ended=_has_ended(run_dir, lines))
-    lost = _steps_with_lost_engine(lines, _evaluations(run_dir, setup), max_staleness=setup.max_staleness)
-    try:
-        kept, num_lost = steady(lines, max_staleness=setup.max_staleness, has_ended=setup.has_ended, lost=lost)
-    except TooFewSteps as error:
-        resumed = f"; the {setup.resumed_from_step} steps before the last resume are left out"
-        raise TooFewSteps(f"{error}{resumed if setup.resumed_from_step else ''}") from error
-    return RunFacts(setup=setup, lines=kept, num_lost_steps=num_lost, trace=read_trace(run_dir, kept, setup))
+    cfg = read_config(run_dir)
+    lines = read_steps(run_dir, num_replicas=cfg.rollout.num_replicas)
+    start = _latest_start(read_records(run_dir / "environment.jsonl"), lines)
+    resumed = start.get("resumed_from_step")
+    first, staleness = resumed if isinstance(resumed, int) else 0, cfg.mode.max_staleness
+    lines = [line for line in lines if line.step > first]
+    device, has_ended = str(start.get("device", cfg.device.name)), _has_ended(run_dir, lines)
+    facts = RunFacts(cfg=cfg, lines=lines, device_name=device, has_ended=has_ended)
+    lost = _steps_with_lost_engine(lines, _evaluations(run_dir, cfg, first=first), max_staleness=staleness)
+    kept, num_lost = steady(lines, max_staleness=staleness, has_ended=has_ended, lost=lost)
+    if len(kept) < MIN_STEPS:
+        raise _too_few(facts, num_kept=len(kept), num_lost=num_lost, resumed_from_step=first)
+    return replace(facts, lines=kept, num_lost_steps=num_lost, trace=read_trace(run_dir, replace(facts, lines=kept)))
 
 
-def read_records(path: Path) -> list[Record]:
-    """Every line that is a JSON object. One that is being written or was torn by a crash is skipped; no file, no
-    records."""
-    try:
-        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    return [record for text in texts if (record := _json_object(text)) is not None]
+# Files
 
 
-def _json_object(text: str) -> Record | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return current_names(value) if isinstance(value, dict) else None
-
-
-def read_setup(run_dir: Path) -> Setup:
-    """What the configuration says. Raises InvalidRunDir if there is none, or none that can be read."""
+def read_config(run_dir: Path) -> RunConfig:
+    """Raises InvalidRunDir if there is no configuration, or none that can be read."""
     if not run_dir.is_dir():
-        raise InvalidRunDir(f"{run_dir} is not a directory; give the run directory that the run printed at its start")
-    path = run_dir / "config.yaml"
+        raise InvalidRunDir(f"{run_dir} is not a directory; {_GIVE}")
+    try:
+        # Keys that this version does not know are ignored: the run was allowed to have them.
+        return read_config_file(run_dir / "config.yaml")[0]
+    except InvalidRunDir as error:
+        raise InvalidRunDir(f"{error}; is {run_dir} a run directory?") from error
+
+
+def read_config_file(path: Path) -> tuple[RunConfig, list[Problem]]:
+    """The configuration of a run, perhaps of an earlier version, with what is wrong in it. Raises InvalidRunDir."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidRunDir(f"{path} cannot be read ({_first_line(error)}); is {run_dir} a run directory?") from error
+        raise InvalidRunDir(f"{path} cannot be read: {one_line(error)}") from error
     if not isinstance(data, dict):
-        raise InvalidRunDir(f"{path} holds no configuration; is {run_dir} a run directory?")
-    # Keys that this version does not know are ignored: the run was allowed to have them.
-    cfg, _ = read_stored(data)
-    evaluates_beside = bool(cfg.task.eval_path) and not cfg.trainer.eval_blocking
-    return Setup(
-        num_ranks=cfg.learner.num_ranks,
-        num_replicas=cfg.rollout.num_replicas,
-        tensor_parallel_size=cfg.rollout.tensor_parallel_size,
-        max_staleness=cfg.mode.max_staleness,
-        groups_per_step=cfg.trainer.groups_per_step,
-        group_size=cfg.rollout.group_size,
-        max_num_seqs=cfg.rollout.max_num_seqs,
-        sync_slots=cfg.weight_sync.num_slots,
-        device_name=cfg.device.name,
-        is_colocated=cfg.mode.shares_devices,
-        fixes_staleness=cfg.mode.name in ("sync", "one_step_off"),
-        is_device_assumed=cfg.device.name == "auto",
-        eval_every=cfg.trainer.eval_every if evaluates_beside else 0,
-        eval_at_start=cfg.trainer.eval_at_start and evaluates_beside,
-    )
+        raise InvalidRunDir(f"{path} holds no configuration")
+    return read_stored(data)
 
 
-def read_lines(run_dir: Path, setup: Setup) -> list[StepLine]:
-    """One entry per step. A last line that is half written is left out.
+def read_lines(
+    path: Path, decode: Callable[[bytes], _T], *, damaged: Callable[[int, Exception], object]
+) -> Iterator[_T]:
+    """Every whole line, decoded. A last line without an end is being written, or was torn by a crash. Of any other that
+    cannot be decoded, `damaged` gets the number and the error. Raises OSError if there is no file."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                try:
+                    yield decode(line)
+                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                    damaged(number, error)
+
+
+def read_records(path: Path) -> list[Record]:
+    """Every line that is a JSON object; none without a file."""
+    try:
+        return list(read_lines(path, _record, damaged=lambda *_: None))
+    except OSError:
+        return []
+
+
+def read_steps(run_dir: Path, *, num_replicas: int) -> list[StepLine]:
+    """One entry per step, in order.
 
     Raises:
-        InvalidRunDir: there are no metrics, or a line in the middle is damaged.
+        InvalidRunDir: there are no metrics, or a line is damaged.
     """
     path = run_dir / "metrics.jsonl"
+
+    def damaged(number: int, error: Exception) -> None:
+        raise InvalidRunDir(f"{path}, line {number}, is not a line of metrics: {error}")
+
+    def decode(line: bytes) -> StepLine:
+        known = {name: value for name, value in _record(line).items() if value is not None}
+        step = msgspec.convert(known, StepLine)
+        evaluation_s = step.evaluation_wait_s / num_replicas
+        return structs.replace(
+            step, evaluation_wait_s=evaluation_s, data_wait_s=max(0.0, step.data_wait_s - evaluation_s)
+        )
+
     try:
-        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return sorted(read_lines(path, decode, damaged=damaged), key=lambda line: line.step)
     except OSError as error:
-        raise InvalidRunDir(f"{path} cannot be read ({_first_line(error)}); has a step ended yet?") from error
-    lines: list[StepLine] = []
-    for number, text in enumerate(texts, start=1):
-        try:
-            lines.append(_step_line(current_names(json.loads(text)), setup))
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(texts):
-                break
-            raise InvalidRunDir(f"{path}, line {number}, is not a line of metrics: {error!r}") from error
-    return lines
+        raise InvalidRunDir(f"{path} cannot be read ({one_line(error)}); has a step ended yet?") from error
 
 
-def _step_line(record: Record, setup: Setup) -> StepLine:
-    def maybe(name: str) -> float | None:
-        return None if record.get(name) is None else float(record[name])
+def sample_files(run_dir: Path, folder: str) -> list[Path]:
+    """Files of `trajectories` or `evaluations`, oldest first. Raises InvalidRunDir if the directory holds no run."""
+    if not run_dir.is_dir():
+        raise InvalidRunDir(f"{run_dir} is not a directory; {_GIVE}")
+    if not (run_dir / "config.yaml").is_file() and not (run_dir / folder).is_dir():
+        raise InvalidRunDir(f"{run_dir} holds no run: it has no config.yaml and no {folder}/; {_GIVE}")
 
-    def total(name: str) -> float:
-        number = maybe(name)
-        return 0.0 if number is None else number
+    def numbers(path: Path) -> list[str]:  # groups_00003.jsonl; version_20.jsonl, version_20.2.jsonl
+        return path.stem.removeprefix("groups_").removeprefix("version_").split(".")
 
-    # An evaluation has one of the engines, so it causes only that part of a wait beside it.
-    evaluation_wait_s = total("time/wait_for_eval_s") / setup.num_replicas
-    return StepLine(
-        step=int(record["step"]),
-        step_s=float(record["perf/step_s"]),
-        learner_s=float(record["learner/step_s"]),
-        data_wait_s=max(0.0, float(record["time/wait_for_batch_s"]) - evaluation_wait_s),
-        evaluation_wait_s=evaluation_wait_s,
-        sync_wait_s=float(record["time/wait_for_sync_s"]),
-        pack_s=total("sync/pack_s"),  # absent where a step left the policy as it was
-        engines_idle_s=maybe("time/engines_idle_s"),
-        slot_wait_s=maybe("time/backpressure_s"),
-        time_s=maybe("time_s"),
-        oldest_wait_s=total("buffer/oldest_wait_s"),
-        num_slots=maybe("buffer/num_slots"),
-        num_skipped=int(total("sync/replicas_skipped")),
-        num_rescued=maybe("engine/migrated_requests"),
-        attempt_tokens=maybe("discarded/failed_attempt_tokens"),
-        num_failed=total("buffer/failed"),
-        failed_frac=total("response/failed_frac"),
-    )
+    ours = [path for path in (run_dir / folder).glob("*_*.jsonl") if all(map(str.isdecimal, numbers(path)))]
+    return sorted(ours, key=lambda path: [int(number) for number in numbers(path)])
 
 
-# Which process of the run made the steps
+def _record(line: bytes) -> Record:
+    """With the names that its metrics have now."""
+    return current_names(msgspec.json.decode(line, type=dict))
 
 
-def _as_started(setup: Setup, start: Mapping[str, Any]) -> Setup:
-    """With what a line of environment.jsonl says; it may be empty."""
-    device, resumed = str(start.get("device", setup.device_name)), start.get("resumed_from_step")
-    return replace(
-        setup,
-        device_name=device,
-        is_device_assumed=device == "auto",
-        resumed_from_step=resumed if isinstance(resumed, int) else 0,
-    )
+def _has_ended(run_dir: Path, lines: Sequence[StepLine]) -> bool:
+    """Whether `lines` end with the last step that the run was to make, before which its engines ran out of prompts.
+
+    Without a readable summary the run counts as running; so it does with that of a process before a resume.
+    """
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        return summary["exit_reason"] == "completed" and summary["steps"] == max(line.step for line in lines)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+# Which steps count
 
 
 def _latest_start(starts: Sequence[Record], lines: Sequence[StepLine]) -> Record:
@@ -316,21 +289,6 @@ def _latest_start(starts: Sequence[Record], lines: Sequence[StepLine]) -> Record
     return next((start for start in reversed(starts) if not is_refuted(start)), {})
 
 
-def _has_ended(run_dir: Path, lines: Sequence[StepLine]) -> bool:
-    """Whether `lines` end with the last step that the run was to make, before which its engines ran out of prompts.
-
-    Without a readable summary the run counts as running; so it does with that of a process before a resume.
-    """
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
-        return summary["exit_reason"] == "completed" and summary["steps"] == max(line.step for line in lines)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-# Which steps are steady
-
-
 def steady(
     lines: Sequence[StepLine], *, max_staleness: int, has_ended: bool = False, lost: Collection[int] = ()
 ) -> tuple[list[StepLine], int]:
@@ -339,24 +297,29 @@ def steady(
     Without the first S + 2 steps: until then slots fill up for the first time, kernels compile and caches warm up.
     Without the last S of a run that `has_ended`: no prompt is left for its engines. Without the steps `lost`, in which
     an engine was away. Without those until the last time that slots were opened, if enough steps have come after it.
-
-    Raises:
-        TooFewSteps: nearly nothing is left.
     """
-    num_last = max_staleness if has_ended else 0
-    inner = sorted(lines, key=lambda line: line.step)[max_staleness + 2 : len(lines) - num_last]
+    inner = lines[max_staleness + 2 : len(lines) - (max_staleness if has_ended else 0)]
     opened = next((i for i in range(len(inner) - 1, 0, -1) if inner[i].num_slots != inner[i - 1].num_slots), 0)
-    num_lost = 0
-    for considered in (inner[opened:], inner):
-        kept = [line for line in considered if line.step not in lost]
-        num_lost = len(considered) - len(kept)
-        if len(kept) >= MIN_STEPS:
-            return kept, num_lost
-    last, do = (f", the last {num_last} empty it", "give a longer run") if num_last else ("", "let the run go on")
+    kept = [line for line in inner[opened:] if line.step not in lost]
+    if len(kept) >= MIN_STEPS:
+        return kept, len(inner) - opened - len(kept)
+    kept = [line for line in inner if line.step not in lost]
+    return kept, len(inner) - len(kept)
+
+
+def _too_few(facts: RunFacts, *, num_kept: int, num_lost: int, resumed_from_step: int) -> TooFewSteps:
+    staleness, num = facts.cfg.mode.max_staleness, len(facts.lines)
+    num_first, num_last = staleness + 2, staleness if facts.has_ended else 0
+    num_missing = MIN_STEPS - num_kept + max(0, num_first + num_last - num)
+    last, do = (f", the last {num_last} empty it", "give a longer run") if num_last else ("", "let the run continue")
     away = f", {num_lost} of the others had a lost engine" if num_lost else ""
-    raise TooFewSteps(
-        f"{len(lines)} steps since the start were recorded; the first {max_staleness + 2} fill the pipeline{last}"
-        f"{away}, and at least {MIN_STEPS} more are needed; {do}{' with all its engines' if away else ''}"
+    resumed = f"; the {resumed_from_step} steps before the last resume are left out" if resumed_from_step else ""
+    more = "1 more step is" if num_missing == 1 else f"{num_missing} more steps are"
+    return TooFewSteps(
+        f"{num} steps since the start were recorded; the first {num_first} fill the pipeline{last}{away}; {more} "
+        f"needed for a diagnosis: {do}{' with all its engines' if away else ''}{resumed}",
+        facts,
+        num_missing=num_missing,
     )
 
 
@@ -367,14 +330,13 @@ def _steps_with_lost_engine(
 
     - A line reports the sync before it, so an engine that this left out may have been lost in the step before, too.
     - One whose requests moved to another engine, even if it was back before the next sync.
-    - The only one: its groups begin anew, so tokens are lost although no group failed. (Workers report what they lost
+    - The only one: its groups start again, so tokens are lost although no group failed. (Workers report what they lost
       a moment after a failure, hence the lines around it.) At most S steps have their groups then; the next one waits
       until the engine is back.
 
     Args:
         evaluations: see `_evaluations`.
     """
-    lines = sorted(lines, key=lambda line: line.step)
     found: set[int] = set()
     for line in lines:
         # A sync ends up to two steps after the one that made its version.
@@ -402,22 +364,21 @@ def _rises(totals: Iterable[float | None]) -> list[int]:
     return found
 
 
-def _evaluations(run_dir: Path, setup: Setup) -> list[tuple[int, int | None]]:
-    """(version, steps made when it ended) of evaluations beside training of the latest process; the steps are None of
-    one that may still run."""
-    every, first = setup.eval_every, setup.resumed_from_step
-    if not (every or setup.eval_at_start):
+def _evaluations(run_dir: Path, cfg: RunConfig, *, first: int) -> list[tuple[int, int | None]]:
+    """(version, steps made when it ended) of concurrent evaluations of the process that began after step `first`; the
+    steps are None of one that may still run."""
+    is_concurrent = bool(cfg.task.eval_path) and not cfg.trainer.eval_blocking
+    every, at_start = (cfg.trainer.eval_every, cfg.trainer.eval_at_start) if is_concurrent else (0, False)
+    if not (every or at_start):
         return []
-    ended = list[tuple[int, int | None]]()
-    for record in read_records(run_dir / "evaluations.jsonl"):
-        try:
-            ended.append((int(record["version"]), int(record["step"])))
-        except (ValueError, KeyError, TypeError):
-            continue
     # A resume cuts off later versions than its own, so earlier ones are of processes before it. One of its own version
     # may be of either, and is taken for its own.
-    ended = [one for one in ended if one[0] >= first]
-    if not ended and setup.eval_at_start:
+    ended = list[tuple[int, int | None]]()
+    for record in read_records(run_dir / "evaluations.jsonl"):
+        version, step = record.get("version"), record.get("step")
+        if isinstance(version, int) and isinstance(step, int) and version >= first:
+            ended.append((version, step))
+    if not ended and at_start:
         return [(first, None)]
     if not every:
         return ended
@@ -432,19 +393,20 @@ def read_spans(path: Path) -> list[Span]:
     """All spans of a trace file, of every process of the run; none without a file."""
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
         return list(spans_of(file))
 
 
-def spans_of(lines: Iterable[str]) -> Iterator[Span]:
+def spans_of(lines: Iterable[bytes]) -> Iterator[Span]:
     """The spans of a trace file, which has one event per line. Lines that a crash has torn are skipped."""
     tracks: dict[tuple[int, int], str] = {}
     begun: dict[tuple[int, int, int], tuple[str, float, int | None]] = {}
     for line in lines:
-        event = _json_object(line.strip().rstrip(","))
-        if event is None:
+        try:
+            event = msgspec.json.decode(line.strip().rstrip(b","), type=dict)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
-        row = event["pid"], event["tid"]  # each process of a run numbers its tracks anew
+        row = event["pid"], event["tid"]  # each process of a run numbers its tracks again
         match event["ph"]:
             case "M" if event["name"] == "thread_name":
                 tracks[row] = event["args"]["name"]
@@ -460,40 +422,31 @@ def spans_of(lines: Iterable[str]) -> Iterator[Span]:
                 continue
 
 
-def read_trace(run_dir: Path, steps: Sequence[StepLine], setup: Setup) -> TraceFacts | None:
-    """What the trace says about `steps`; None if there is none, or it does not show them."""
+def read_trace(run_dir: Path, facts: RunFacts) -> TraceFacts | None:
+    """What the trace shows of the steps; None if there is none, or it does not show them."""
     spans = read_spans(run_dir / "trace.json")
-    shown = {_name(line) for line in steps}
-    ends_s = {span.name: span.end_s for span in spans if span.track == "learner" and span.name in shown}
-    if not spans or len(ends_s) < len(shown):
+    ends_s = {span.name: span.end_s for span in spans if span.track == "learner"}
+    names = [f"step {line.step - 1}" for line in facts.lines]  # metrics count steps that are done, the trace from 0
+    if any(name not in ends_s for name in names):
         return None
-    groups = [span for span in spans if span.track == "groups"]
-    evaluations = [span for span in spans if span.track == "evaluation"]
-    windows = _windows(steps, ends_s)
-
-    def idle_s(spans: Sequence[Span], num_replicas: int) -> float:
-        return sum(idle_seconds(_within(window, spans), window, num_replicas=num_replicas) for window in windows)
-
+    steps = [
+        (line.step, ends_s[name] - line.step_s, ends_s[name]) for line, name in zip(facts.lines, names, strict=True)
+    ]
+    groups, evaluations = ([span for span in spans if span.track == track] for track in ("groups", "evaluation"))
+    windows, num_replicas = _windows(steps), facts.cfg.rollout.num_replicas
     return TraceFacts(
-        engines_idle_s=idle_s(groups, setup.num_replicas),
-        evaluation_s=sum(end - begin for begin, end in windows) - idle_s(evaluations, 1),
-        generation_full_s=_generation_full_s(groups, steps, setup, ends_s=ends_s),
+        engines_idle_s=sum(idle_seconds(_within(w, groups), w, num_replicas=num_replicas) for w in windows),
+        evaluation_s=sum(w[1] - w[0] - idle_seconds(_within(w, evaluations), w, num_replicas=1) for w in windows),
+        generation_full_s=_generation_full_s(groups, facts, steps),
     )
 
 
-def _name(line: StepLine) -> str:
-    """In the trace. Metrics count steps that are done, the trace names them from 0."""
-    return f"step {line.step - 1}"
-
-
-def _windows(steps: Sequence[StepLine], ends_s: Mapping[str, float]) -> list[tuple[float, float]]:
-    """(begin, end) of every stretch of steps that follow each other."""
+def _windows(steps: Sequence[tuple[int, float, float]]) -> list[tuple[float, float]]:
+    """(begin, end) of every stretch of `steps` (number, begin, end) that follow each other."""
     found: list[tuple[float, float]] = []
-    for before, line in zip((None, *steps), steps, strict=False):
-        begin_s = ends_s[_name(line)] - line.step_s
-        if before is not None and before.step + 1 == line.step:
-            begin_s = found.pop()[0]
-        found.append((begin_s, ends_s[_name(line)]))
+    for before, (step, begin_s, end_s) in zip((None, *steps), steps, strict=False):
+        is_next = before is not None and before[0] + 1 == step
+        found.append((found.pop()[0] if is_next else begin_s, end_s))
     return found
 
 
@@ -504,49 +457,44 @@ def _within(window: tuple[float, float], spans: Sequence[Span]) -> list[tuple[fl
 
 
 def _generation_full_s(
-    groups: Sequence[Span], steps: Sequence[StepLine], setup: Setup, *, ends_s: Mapping[str, float]
+    groups: Sequence[Span], facts: RunFacts, steps: Sequence[tuple[int, float, float]]
 ) -> float | None:
     """Time of the engines for what they generated per step, filtered groups included, at their full rate. None if they
-    never show it, or nobody counted tokens.
+    never show it, or tokens were not counted.
 
     A group that has not ended leaves no trace. What runs while a step ends is trained at most S + 1 steps later.
     """
-    sure = steps if setup.has_ended else steps[: max(0, len(steps) - setup.max_staleness - 1)]
-    windows = _windows(sure, ends_s)
-    within = [(span, part) for span in groups for window in windows for part in _within(window, [span])]
+    cfg = facts.cfg
+    sure = steps if facts.has_ended else steps[: max(0, len(steps) - cfg.mode.max_staleness - 1)]
+    within = [(span, part) for span in groups for window in _windows(sure) for part in _within(window, [span])]
     if not within or any(span.tokens is None for span, _ in within):
         return None
     rates = [(span.tokens or 0) / (span.end_s - span.begin_s) for span, _ in within]
     clipped = [part for _, part in within]
-    rate = full_rate(clipped, rates, max_groups=setup.groups_per_step)
+    rate = full_rate(clipped, rates, max_groups=cfg.trainer.groups_per_step)
     tokens = sum(rate * (end - begin) for rate, (begin, end) in zip(rates, clipped, strict=True))
     return tokens / rate / len(sure) if rate else None
 
 
+def _stretches(spans: Sequence[tuple[float, float]], rates: Sequence[float]) -> Iterator[tuple[float, int, float]]:
+    """(seconds, spans that run, sum of their rates) from each begin or end of a span (begin, end) to the next."""
+    begins = [(begin, 1, rate) for (begin, _), rate in zip(spans, rates, strict=True)]
+    ends = [(end, -1, -rate) for (_, end), rate in zip(spans, rates, strict=True)]
+    running, total = 0, 0.0
+    for (at, number, rate), (until, *_) in itertools.pairwise(sorted(begins + ends)):
+        running, total = running + number, total + rate
+        yield until - at, running, total
+
+
 def idle_seconds(spans: Sequence[tuple[float, float]], window: tuple[float, float], *, num_replicas: int) -> float:
-    """Seconds of `window` in which a replica had none of the `spans` (begin, end), mean over replicas; each span keeps
-    one replica busy."""
-    begin, end = window
-    changes = sorted([(a, 1) for a, _ in spans] + [(b, -1) for _, b in spans] + [(end, 0)])
-    idle_s, at, running = 0.0, begin, 0
-    for time_s, change in changes:
-        idle_s += (time_s - at) * max(0, num_replicas - running) / num_replicas
-        at, running = time_s, running + change
-    return idle_s
+    """Seconds of `window` in which a replica had none of the `spans` inside it, mean over replicas; each span keeps one
+    replica busy."""
+    busy_s = sum(seconds * min(running, num_replicas) for seconds, running, _ in _stretches(spans, [0.0] * len(spans)))
+    return window[1] - window[0] - busy_s / num_replicas
 
 
 def full_rate(spans: Sequence[tuple[float, float]], rates: Sequence[float], *, max_groups: int) -> float | None:
     """Mean sum of `rates` while at least half of `max_groups` of the `spans` run; None if they never do."""
-    changes = [(begin, 1, rate) for (begin, _), rate in zip(spans, rates, strict=True)]
-    changes += [(end, -1, -rate) for (_, end), rate in zip(spans, rates, strict=True)]
-    seconds = done = rate = at = 0.0
-    running = 0
-    for time_s, number, more in sorted(changes):
-        if 2 * running >= max_groups:
-            seconds, done = seconds + time_s - at, done + rate * (time_s - at)
-        at, running, rate = time_s, running + number, rate + more
-    return done / seconds if seconds > 0 else None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    full = [(seconds, rate) for seconds, running, rate in _stretches(spans, rates) if 2 * running >= max_groups]
+    full_s = sum(seconds for seconds, _ in full)
+    return sum(seconds * rate for seconds, rate in full) / full_s if full_s > 0 else None

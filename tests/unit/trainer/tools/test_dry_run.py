@@ -1,9 +1,10 @@
-"""`python -m trainer --dry-run`."""
+"""`trainer --dry-run`, its placement on nodes, and models of the hub, which are checked before engines start."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,97 +12,73 @@ import pytest
 from transformers import Qwen2Config
 
 from tests.fakes.learner import KINDS
+from tests.fakes.model_7b import config
 from trainer.__main__ import main
 from trainer.builtin.tiny_model import build_tokenizer
 from trainer.config.cli import parse
-from trainer.config.compose import resolve
+from trainer.config.compose import load_config, resolve
 from trainer.driver.datasets import training_source
-from trainer.driver.preflight import check_inputs
+from trainer.driver.placement import Node, assign_nodes, check_fits, plan_placement
+from trainer.driver.preflight import check_inputs, preflight
 from trainer.errors import ConfigurationError
 from trainer.learner import checkpoint
-from trainer.tools.dry_run import dry_run
+from trainer.tools.dry_run import describe_placement, dry_run, numbered
 from weight_sync.device.select import build
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
+
+    from trainer.config.schema import RunConfig
+    from trainer.tools.dry_run import PlacementPlan
+
+Trainer = Callable[..., tuple[int, str, str]]
+RANDOM = ("model.path=model", "model.random_weights=true")
+ELSEWHERE = ("--dry-run", "--device-memory-gib", "80")
 
 
 @pytest.fixture
-def run_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command line in `tmp_path`: (exit code, stdout, stderr)."""
+def run_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Trainer:
+    """Runs the command line in `tmp_path`, where `model` has a config and a tokenizer, and no weights: (exit code,
+    stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*args: str) -> tuple[int, str, str]:
-        code = main(args)
-        return code, *capsys.readouterr()
-
-    return run
+    KINDS["qwen2"]().save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    return lambda *args: (main(args), *capsys.readouterr())
 
 
-def model_directory(path: Path, config: Qwen2Config) -> Path:
-    """A config and a tokenizer, and no weights."""
-    config.save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
-    return path
-
-
-def drawn(model: Path) -> tuple[str, str]:
-    """Overrides that name such a directory."""
-    return f"model.path={model}", "model.random_weights=true"
-
-
-def test_a_plan_is_printed_and_nothing_is_started(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+def test_a_plan_is_printed_and_nothing_is_started(tmp_path: Path, run_trainer: Trainer) -> None:
     before = sorted(tmp_path.rglob("*"))
-    code, out, err = run_trainer("--dry-run", *drawn(model), "mode.max_staleness=2")
+    code, out, err = run_trainer("--dry-run", *RANDOM, "mode.max_staleness=2", "algorithm=ppo", "correction=tis")
     assert code == 0, err
-    assert "(2 + 1) x 64 = 192 groups" in out
-    assert "arenas of weight sync (2 slots)" in out
+    assert out.startswith("objective: gae(gae_gamma=1, gae_lambda=1), whitened -> ppo_clip("), err
+    for words in ("clamp [..2]", "critic: own backbone, lr ", "(2 + 1) x 64 = 192 groups", "weight sync (2 slots)"):
+        assert words in out
     assert sorted(tmp_path.rglob("*")) == before, "a dry run leaves nothing behind"
 
 
-@pytest.mark.parametrize("options", [("--dry-run",), ("--dry-run", "--device-memory-gib", "80")])
-def test_weights_that_are_missing_are_refused_unless_they_are_to_be_drawn(
-    tmp_path: Path, run_trainer: Callable[..., Any], options: tuple[str, ...]
-) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
-    code, out, err = run_trainer(*options, f"model.path={model}")
-    assert (code, out) == (2, "")
-    assert "has no weights (found ['chat_template.jinja', 'config.json'" in err and "model.random_weights=true" in err
-
-
-def test_the_objective_is_told_before_anything_is_started(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
-    _, out, err = run_trainer("--dry-run", *drawn(model), "algorithm=ppo", "correction=tis")
-    assert out.startswith("objective: gae(gae_gamma=1, gae_lambda=1), whitened -> ppo_clip("), err
-    assert "clamp [..2]" in out
-    assert "critic: own backbone, lr " in out
-
-
-def test_what_cannot_fit_ends_with_code_2_after_the_plan(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
+def test_what_cannot_fit_ends_with_code_2_after_the_plan(tmp_path: Path, run_trainer: Trainer) -> None:
     large = Qwen2Config(vocab_size=128, hidden_size=4096, intermediate_size=16384, num_hidden_layers=32)
-    model = model_directory(tmp_path / "model", large)
+    large.save_pretrained(tmp_path / "model")
     short = ("learner.max_tokens_per_micro_batch=1024", "learner.activation_checkpointing=true")
-    code, out, err = run_trainer("--dry-run", "--device-memory-gib", "24", *drawn(model), *short)
+    code, out, err = run_trainer("--dry-run", "--device-memory-gib", "24", *RANDOM, *short)
     assert code == 2
     assert "Per learner device" in out
-    assert "learner.num_ranks" in err
-    assert "a learner device has 24.00 GiB" in err
+    assert "learner.num_ranks" in err and "a learner device has 24.00 GiB" in err
     assert "Traceback" not in err
 
 
 def test_the_options_belong_together() -> None:
-    line = parse(["--dry-run", "--device-memory-gib", "80", "--response-tokens", "966.5", "seed=1"])
+    line = parse(["--dry-run", "--device-memory-gib", "80", "--response-tokens", "966.5", "--nodes", "0,8", "seed=1"])
     assert (line.action, line.device_memory_gib, line.overrides) == ("dry_run", 80.0, ("seed=1",))
-    assert line.response_tokens == 966.5
-    assert parse([]).action == "run"
+    assert (line.response_tokens, line.nodes) == (966.5, (0, 8)), "a driver's node without any"
+    assert (parse([]).action, parse(["--dry-run"]).nodes) == ("run", None)
     for option in ("--device-memory-gib", "--response-tokens"):
         for wrong in ([option, "80"], ["--dry-run", option, "0"], ["--dry-run", option, "nan"]):
             with pytest.raises(ConfigurationError, match=option):
                 parse(wrong)
+    for wrong in (["--nodes", "8"], ["--cfg", "job", "--nodes", "8"]):
+        with pytest.raises(ConfigurationError, match=r"(?s)--nodes = 8.*only --dry-run plans.*ray\.address"):
+            parse(wrong)
 
 
 @pytest.mark.parametrize("given", ["", "0", "0,0", "-8", "8,", "8,,8", "8.0", "8;8", "8, 8", "eight"])
@@ -114,103 +91,43 @@ def test_devices_of_nodes_are_integers(given: str) -> None:
     assert "--nodes 8,8,8" in text
 
 
-def test_nodes_are_given_in_order_and_to_a_dry_run_only() -> None:
-    assert parse(["--dry-run", "--nodes", "8,4,16", "seed=1"]).nodes == (8, 4, 16)
-    assert parse(["--dry-run", "--nodes", "0,8"]).nodes == (0, 8), "a driver's node without any"
-    assert parse(["--dry-run"]).nodes is None
-    for wrong in (["--nodes", "8"], ["--cfg", "job", "--nodes", "8"]):
-        with pytest.raises(ConfigurationError, match=r"(?s)--nodes = 8.*only --dry-run plans.*ray\.address"):
-            parse(wrong)
-    with pytest.raises(ConfigurationError, match="--nodes"):
-        parse(["--dry-run", "--nodes"])
-
-
-ELSEWHERE = ("--dry-run", "--device-memory-gib", "80")
-
-
-def test_who_sits_where_is_part_of_the_placement(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+def test_given_nodes_are_a_cluster_that_is_joined_and_have_their_actors(run_trainer: Trainer) -> None:
     sizes = ("learner.num_ranks=8", "rollout.num_replicas=8", "rollout.tensor_parallel_size=2")
-    code, out, err = run_trainer(*ELSEWHERE, "--nodes", "8,8,8", *drawn(model), *sizes)
+    code, out, err = run_trainer(*ELSEWHERE, "--nodes", "8,8,8", *RANDOM, *sizes)
     assert code == 0, err
     placement = out.partition("\nPlacement\n")[2].partition("\n\n")[0]
-    head, *seats = placement.splitlines()[-4:]
+    head, *nodes = placement.splitlines()[-4:]
     assert head.startswith(
         "  nodes           3, joined with ray.address=auto; assumed: the driver on node 0, and on each"
     )
-    assert seats == [
+    assert nodes == [
         "  node 0 (8 devices): learner ranks 0-7; rollout worker 0; 0 free",
         "  node 1 (8 devices): replica_0 (2), replica_2 (2), replica_4 (2), replica_6 (2); 0 free",
         "  node 2 (8 devices): replica_1 (2), replica_3 (2), replica_5 (2), replica_7 (2); 0 free",
     ]
-    _, silent, _ = run_trainer(*ELSEWHERE, *drawn(model), *sizes)
-    assert "node" not in silent
-    served = re.compile(r"each learner rank serves ([\d.]+) MiB to engines that hand it on")
-    two, one = served.search(out), served.search(silent)
+    _, here, _ = run_trainer(*ELSEWHERE, *RANDOM, *sizes)
+    assert "node" not in here
+    served = re.compile(r"each learner rank serves ([\d.]+) MiB to engines that relay it")
+    two, one = served.search(out), served.search(here)
     assert two and one and float(two[1]) == pytest.approx(2 * float(one[1]), rel=0.1), "engines are on two nodes"
-
-
-def test_given_nodes_are_a_cluster_that_is_joined_and_not_this_host(
-    tmp_path: Path, run_trainer: Callable[..., Any]
-) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     private_store = r"Object store of Ray, at most\n(  .*\n)*?  together .* of 0\.25 GiB"
-    for nodes, is_private in (((), True), (("--nodes", "8"), False)):
-        code, out, err = run_trainer(*ELSEWHERE, *nodes, *drawn(model))
-        assert code == 0, err
-        assert bool(re.search(private_store, out)) == is_private
+    assert re.search(private_store, here) and not re.search(private_store, out)
 
 
-def test_what_cannot_be_seated_ends_with_code_2_after_the_plan(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+def test_what_cannot_be_placed_is_refused_after_the_plan_and_only_once(run_trainer: Trainer) -> None:
     sizes = ("learner.num_ranks=2", "rollout.num_replicas=1", "rollout.tensor_parallel_size=4")
-    code, out, err = run_trainer(*ELSEWHERE, "--nodes", "3,3", *drawn(model), *sizes)
+    code, out, err = run_trainer(*ELSEWHERE, "--nodes", "3,3", *RANDOM, *sizes)
     assert code == 2
-    assert "Per learner device" in out
-    assert "node 0 (" not in out
+    assert "Per learner device" in out and "node 0 (" not in out
     assert "no node has 1 CPU + 4 GPU, and an actor is on one node" in err
-
-
-def test_a_pairing_that_cannot_be_is_refused_once(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     sizes = ("mode=colocated", "learner.num_ranks=3", "rollout.num_replicas=2")
-    code, _, err = run_trainer(*ELSEWHERE, "--nodes", "8", *drawn(model), *sizes)
-    assert code == 2
-    assert "1 configuration error" in err
+    code, _, err = run_trainer(*ELSEWHERE, "--nodes", "8", *RANDOM, *sizes)
+    assert code == 2 and "1 configuration error" in err
     assert err.count("every device has one learner rank and one engine worker") == 1
-
-
-def test_processes_on_a_cpu_are_not_seated_by_devices(tmp_path: Path, run_trainer: Callable[..., Any]) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
     for options in (("--dry-run",), ELSEWHERE):
-        code, out, err = run_trainer(*options, "--nodes", "8,8", *drawn(model), "device=cpu")
+        code, out, err = run_trainer(*options, "--nodes", "8,8", *RANDOM, "device=cpu")
         assert (code, out) == (2, "")
         assert "--nodes = 8,8\n    counts accelerators, and the device is cpu" in err
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["task.curriculum=easy_to_hard", "task.difficulty_column=hardness"], "(task.difficulty_column) is null"),
-        (["model.lora.rank=8"], "must be a directory with weights: with model.lora.rank engines load them"),
-        (["run_dir=before"], "step_5/weights is truncated"),
-        (["task.agent=nowhere.py:make"], "nowhere.py"),
-    ],
-)
-def test_what_a_run_would_refuse_is_refused_for_devices_elsewhere_too(
-    tmp_path: Path, run_trainer: Callable[..., Any], overrides: list[str], words: str
-) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
-    damaged = save_checkpoint(tmp_path / "before", {})
-    (damaged / "weights").write_bytes(b"w")
-    rows = [{"q": "1+1=", "a": "2", "hardness": 1}, {"q": "1+2=", "a": "3", "hardness": None}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    columns = ("task.train_path=./rows.jsonl", "task.prompt_column=q", "task.answer_column=a")
-    silent = ("task.eval_path=", "trainer.eval_every=0", "trainer.stop_at_accuracy=null")
-    for options in (("--dry-run",), ELSEWHERE):
-        code, out, err = run_trainer(*options, *drawn(model), *columns, *silent, *overrides)
-        assert (code, out) == (2, "")
-        assert words in " ".join(err.split())
 
 
 def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> Path:
@@ -219,16 +136,39 @@ def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> Path:
     return checkpoint.commit(tmp, {"run": {"step": 5}, "buffer": {"prompts": []}, **state})
 
 
-def test_a_run_on_devices_elsewhere_goes_on_from_a_checkpoint_of_their_kind(
-    tmp_path: Path, run_trainer: Callable[..., Any]
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.random_weights=false"], "has no weights (found ['chat_template.jinja', 'config.json'"),
+        (["task.curriculum=easy_to_hard", "task.difficulty_column=hardness"], "(task.difficulty_column) is null"),
+        (["model.lora.rank=8"], "must be a directory with weights: with model.lora.rank engines load them"),
+        (["run_dir=before"], "step_5/weights is truncated"),
+        (["task.agent=nowhere.py:make"], "nowhere.py"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_for_devices_elsewhere_too(
+    tmp_path: Path, run_trainer: Trainer, overrides: list[str], words: str
 ) -> None:
-    """Nothing here can tell which kind of device that is, and weights are drawn on it."""
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
-    keys = (*drawn(model), "algorithm.kl.coef=0.1")
+    (save_checkpoint(tmp_path / "before", {}) / "weights").write_bytes(b"w")
+    rows = [{"q": "1+1=", "a": "2", "hardness": 1}, {"q": "1+2=", "a": "3", "hardness": None}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("task.train_path=./rows.jsonl", "task.prompt_column=q", "task.answer_column=a")
+    silent = ("task.eval_path=", "trainer.eval_every=0", "trainer.stop_at_accuracy=null")
+    for options in (("--dry-run",), ELSEWHERE):
+        code, out, err = run_trainer(*options, *RANDOM, *columns, *silent, *overrides)
+        assert (code, out) == (2, "")
+        assert words in " ".join(err.split())
+
+
+def test_a_run_on_devices_elsewhere_resumes_from_a_checkpoint_of_their_kind(
+    tmp_path: Path, run_trainer: Trainer
+) -> None:
+    """The kind of that device is unknown here, and random weights are made on it."""
+    keys = (f"model.path={tmp_path / 'model'}", "model.random_weights=true", "algorithm.kl.coef=0.1")
     cfg, problems = resolve(parse(list(keys)))
     assert not problems
     source = training_source(cfg, check_inputs(cfg).train).state_dict()
-    began = {"model.path": str(model), "seed": cfg.seed, "device.name": "npu"}
+    began = {"model.path": cfg.model.path, "seed": cfg.seed, "device.name": "npu"}
     save_checkpoint(tmp_path / "before", {"origin": began, "source": source})
     code, _, err = run_trainer("--dry-run", *keys, "run_dir=before")
     assert code == 2 and "must stay npu" in err
@@ -239,32 +179,186 @@ def test_a_run_on_devices_elsewhere_goes_on_from_a_checkpoint_of_their_kind(
     assert code == 2 and "seed = 7" in err
 
 
-def test_the_mean_of_the_answers_reaches_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = model_directory(tmp_path / "model", KINDS["qwen2"]())
+def test_the_mean_of_the_responses_reaches_the_plan(run_trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
     few = "task.eval_sets={few: {path: builtin:arithmetic, size: 8, samples: 5}, all: {path: builtin:arithmetic}}"
     evaluation = ("trainer.eval_samples=64", "trainer.eval_temperature=1.0", few)
-    overrides = (*drawn(model), "rollout.max_response_tokens=12", *evaluation)
-    cfg, problems = resolve(parse(["--dry-run", *overrides]))
+    cfg, problems = resolve(parse(["--dry-run", *RANDOM, "rollout.max_response_tokens=12", *evaluation]))
     assert not problems
     num_held_out = len(check_inputs(cfg).evaluation[0].prompts)
     dry_run(cfg, device_memory_gib=80.0, response_tokens=5.0)
     out = capsys.readouterr().out
-    assert "5 tokens, on average" in out
-    assert "12 tokens" not in out
-    asked = re.search(r"([\d,]+) answers of an evaluation", out)
+    assert "5 tokens, on average" in out and "12 tokens" not in out
+    asked = re.search(r"([\d,]+) responses of an evaluation", out)
     assert asked and int(asked[1].replace(",", "")) == 64 * num_held_out + 8 * 5 + 64 * 250
     silent = replace(cfg, trainer=replace(cfg.trainer, eval_every=0, eval_at_start=False, eval_at_end=False))
     dry_run(silent, device_memory_gib=80.0, response_tokens=None)
     out = capsys.readouterr().out
-    assert "12 tokens, the longest" in out
-    assert "of an evaluation" not in out
+    assert "12 tokens, the longest" in out and "of an evaluation" not in out
     with pytest.raises(ConfigurationError, match="--response-tokens = 13"):
         dry_run(cfg, device_memory_gib=80.0, response_tokens=13.0)
 
 
-def test_devices_that_are_elsewhere_have_a_size_that_must_be_told(run_trainer: Callable[..., Any]) -> None:
+def test_devices_that_are_elsewhere_have_a_size_that_must_be_given(run_trainer: Trainer) -> None:
     if build("cuda").is_available():
         pytest.skip("this machine has the device")
     code, _, err = run_trainer("--dry-run", "device=cuda", "ray.address=auto")
     assert code == 2
     assert "--device-memory-gib N" in err and "Traceback" not in err
+
+
+# Placement on nodes: what is refused is refused as a start refuses it
+
+
+def sized(ranks: int, replicas: int, tp: int, *, mode: str = "async", workers: int = 1) -> RunConfig:
+    return config(
+        learner={"num_ranks": ranks},
+        rollout={"num_replicas": replicas, "tensor_parallel_size": tp, "num_workers": workers},
+        mode={"name": mode},
+    )
+
+
+def placed(cfg: RunConfig, *counts: int) -> PlacementPlan:
+    return describe_placement(cfg, counts, backend="fast", resource="GPU")
+
+
+def engines(line: str) -> dict[int, int]:
+    """Number of a replica -> its devices, of one line."""
+    return {int(replica): int(tp) for replica, tp in re.findall(r"replica_(\d+) \((\d+)", line)}
+
+
+def test_every_node_has_a_line_with_who_is_there_and_what_is_free() -> None:
+    placement = placed(sized(4, 3, 2, workers=64), 8, 8, 1)
+    assert not placement.problems, "CPUs of the nodes are assumed to suffice"
+    assert [line.strip() for line in placement.lines[1:]] == [
+        "node 0 (8 devices): learner ranks 0-3; replica_1 (2); rollout workers 0-63; 2 free",
+        "node 1 (8 devices): replica_0 (2), replica_2 (2); 4 free",
+        "node 2 (1 device): no actor; 1 free",
+    ]
+    colocated = placed(sized(4, 2, 2, mode="colocated"), 3, 3)
+    assert [line.strip() for line in colocated.lines[1:]] == [
+        "node 0 (3 devices): learner ranks 0-1; replica_0 (2, with ranks 0-1); rollout worker 0; 1 free",
+        "node 1 (3 devices): learner ranks 2-3; replica_1 (2, with ranks 2-3); 1 free",
+    ]
+    assert numbered("rank", [0, 1, 4, 6, 7]) == "ranks 0-1, 4, 6-7"
+    assert numbered("rank", [3]) == "rank 3" and not numbered("rank", [])
+
+
+@pytest.mark.parametrize(("tp", "counts"), [(2, (3, 5, 4)), (4, (8, 4, 7)), (1, (4, 4, 4)), (2, (2, 8, 3, 1))])
+def test_an_engine_stays_on_one_node_and_no_node_has_too_many(tp: int, counts: tuple[int, ...]) -> None:
+    num_replicas = sum(count // tp for count in counts) - 1
+    placement = placed(sized(1, num_replicas, tp), *counts)
+    on_nodes = [engines(line) for line in placement.lines[1:]]
+    assert sorted(replica for there in on_nodes for replica in there) == list(range(num_replicas))
+    for count, there, line in zip(counts, on_nodes, placement.lines[1:], strict=True):
+        assert set(there.values()) <= {tp}
+        num_free = count - tp * len(there) - ("learner" in line)
+        assert num_free >= 0
+        assert line.endswith(f"; {num_free} free")
+
+
+def refusal_of_a_start(cfg: RunConfig, counts: tuple[int, ...], cpus: int) -> str:
+    """In the order of a run that joins a cluster."""
+    with pytest.raises(ConfigurationError) as caught:
+        bundles = plan_placement(cfg, resource="GPU")
+        check_fits(cfg, bundles, backend="fast", num_devices=sum(counts), where="the Ray cluster")
+        nodes = [
+            Node(node_id=f"id{i}", address=f"node {i}", resources={"CPU": cpus, "GPU": count}, is_driver=i == 0)
+            for i, count in enumerate(counts)
+        ]
+        assign_nodes(cfg, bundles, nodes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "counts", "cpus", "said"),
+    [
+        (sized(4, 4, 2), (4, 4), 0, "the Ray cluster has 8 fast devices"),
+        (sized(2, 1, 4), (3, 3), 4, "no node has 1 CPU + 4 GPU"),
+        (sized(1, 3, 2), (3, 3, 1), 5, "must fit on the 3 nodes of the Ray cluster: node 0 (driver): "),
+        (sized(4, 2, 2, mode="colocated"), (1, 3), 7, "4 learners of 1 CPU + 1 GPU, 2 replicas of 1 CPU"),
+        (sized(3, 2, 1, mode="colocated"), (8,), 0, "every device has one learner rank and one engine worker"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_in_the_words_of_a_start(
+    cfg: RunConfig, counts: tuple[int, ...], cpus: int, said: str
+) -> None:
+    placement = placed(cfg, *counts)
+    assert len(placement.lines) == 1, "no actor has a place"
+    text = str(ConfigurationError(placement.problems))
+    assert said in text
+    assert text == refusal_of_a_start(cfg, counts, cpus)
+
+
+# Models of the hub
+
+
+NAME = "tandem-tests/seven"
+SHORT = ("task.max_prompt_tokens=200", "rollout.max_response_tokens=56")
+"""The whole context of the model."""
+
+
+@pytest.fixture
+def cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """28 heads and 4 of keys and values, as Qwen2.5-7B has; its weights are not in the cache yet."""
+    hub = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}"
+    (hub / "refs").mkdir(parents=True)
+    (hub / "refs" / "main").write_text("abc")
+    Qwen2Config(
+        vocab_size=128,
+        hidden_size=28 * 4,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+    ).save_pretrained(hub / "snapshots" / "abc")
+    build_tokenizer().save_pretrained(hub / "snapshots" / "abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("cached_model")
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("rollout.tensor_parallel_size=8",), f"must divide the 28 attention heads of {NAME}"),
+        (("rollout.tensor_parallel_size=7",), f"must divide the 4 key-value heads of {NAME}, or be a multiple"),
+        (
+            ("rollout.max_response_tokens=57",),
+            f"prompt and answer need 257 tokens, but the context of {NAME} has 256",
+        ),
+        (("rollout.max_model_len=300",), "need 300 tokens"),
+    ],
+)
+def test_what_engines_would_refuse_of_a_model_of_the_hub_is_refused_before_they_start(
+    overrides: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = (f"model.path={NAME}", "device=cpu", *SHORT, *overrides)
+    assert main(["--dry-run", *keys]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and words in " ".join(err.split())
+    with pytest.raises(ConfigurationError) as caught:
+        preflight(load_config(keys))
+    assert words in " ".join(str(caught.value).split())
+
+
+@pytest.mark.usefixtures("cached_model")
+@pytest.mark.parametrize("tensor_parallel_size", [1, 4, 14 * 2])
+def test_a_model_of_the_hub_that_fits_is_planned(tensor_parallel_size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = (f"model.path={NAME}", *SHORT, f"rollout.tensor_parallel_size={tensor_parallel_size}")
+    assert main(["--dry-run", "--device-memory-gib", "80", *keys]) == 0, capsys.readouterr().err
+    assert f"1 x {tensor_parallel_size} = {tensor_parallel_size} devices" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("cached_model")
+def test_what_is_known_of_a_model_before_it_is_there_is_checked(tmp_path: Path) -> None:
+    tokenizer = f"model.tokenizer_path={NAME}"
+    preflight(load_config([f"model.path={NAME}", tokenizer, "device=cpu", *SHORT]))
+    preflight(load_config(["model.path=tandem-tests/not-cached", tokenizer, "device=cpu", *SHORT]))  # the learner's job
+    with pytest.raises(ConfigurationError, match="must divide the 2 attention heads of builtin:tiny"):
+        preflight(load_config(["device=cpu", "rollout.tensor_parallel_size=4"]))
+    hub = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}"
+    (hub / "snapshots" / "abc" / "config.json").write_text('{"model_type": "vit", "hidden_size": 32}')
+    with pytest.raises(ConfigurationError, match=r"model\.path = tandem-tests/seven"):
+        preflight(load_config([f"model.path={NAME}", "device=cpu", *SHORT]))

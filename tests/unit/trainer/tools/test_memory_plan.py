@@ -27,7 +27,7 @@ from trainer.tools.memory_plan import (
     model_shape,
     total,
 )
-from trainer.tools.run_plan import RunPlan, Workload, plan_run, problems
+from trainer.tools.run_plan import RunPlan, problems
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def test_state_of_a_rank_is_sixteen_bytes_per_parameter_over_the_ranks(shape_7b:
     assert got["unsharded weights"] == 2 * (shape_7b.num_root_params + 2 * shape_7b.num_block_params)
     assert got["logits of a chunk"] == 3 * 4 * 1024 * 152064
     assert got["weights"] == NUM_7B * 2
-    small = sizes(planned(config(), shape_7b, replace(BIG, total_bytes=1000 * GIB)))
+    small = sizes(planned(config(), shape_7b, BIG._replace(total_bytes=1000 * GIB)))
     assert small["unsharded weights"] == 2 * NUM_7B, "a model that is small beside the device stays whole"
 
 
@@ -76,7 +76,7 @@ def test_every_switch_moves_its_part(shape_7b: ModelShape) -> None:
     assert not {"masters (float32)", "moments (AdamW)", "gradients (float32)"} & set(offloaded)
     assert offloaded["masters on their way to an arena"] == 64 * 2**20
     cfg = config()
-    both = plan_run(cfg, shape_7b, BIG, critic=shape_7b, workload=Workload(prompt_tokens=1.0))
+    both = planned(cfg, shape_7b, critic=shape_7b)
     num_critic = NUM_7B - 152064 * 3584 + 3584 + 1
     assert (sizes(both)["critic"], sizes(both)["gradients of the critic"]) == (
         12 * num_critic // 4,
@@ -101,7 +101,7 @@ def test_what_leaves_a_device_is_found_in_host_memory(shape_7b: ModelShape) -> N
     algorithm = {"kl": replace(RunConfig().algorithm.kl, coef=0.1)}
     cfg = config(learner=learner_keys, algorithm=algorithm, critic={"cpu_offload": True})
     num_critic = NUM_7B - 152064 * 3584 + 3584 + 1
-    assert on_host(plan_run(cfg, shape_7b, BIG, critic=shape_7b, workload=Workload(prompt_tokens=1.0))) == {
+    assert on_host(planned(cfg, shape_7b, critic=shape_7b)) == {
         "masters, moments and gradients": 16 * NUM_7B // 4,
         "reference": 2 * NUM_7B // 4,
         "critic with its gradients": 16 * num_critic // 4,
@@ -112,9 +112,7 @@ def test_host_memory_is_asked_for_by_all_ranks_together(shape_7b: ModelShape) ->
     cfg = config(learner={"cpu_offload": True, "num_ranks": 2})
 
     def with_host(host_gib: int) -> RunPlan:
-        return plan_run(
-            cfg, shape_7b, BIG, critic=None, workload=Workload(prompt_tokens=1.0), host_bytes=host_gib * GIB
-        )
+        return planned(cfg, shape_7b, host_bytes=host_gib * GIB)
 
     assert problems(with_host(114), cfg) == [], "7.6 billion x 16 bytes are 113.5 GiB"
     (problem,) = problems(with_host(113), cfg)
@@ -174,7 +172,7 @@ def test_the_cache_gets_what_weights_and_workspace_leave(shape_7b: ModelShape) -
 
 
 def test_engine_arguments_that_change_what_is_counted_leave_nothing_sure(shape_7b: ModelShape) -> None:
-    small = replace(BIG, total_bytes=16 * GIB)
+    small = BIG._replace(total_bytes=16 * GIB)
     for given, is_refused in (({}, True), ({"quantization": "fp8"}, False), ({"kv_cache_dtype": "auto"}, True)):
         cfg = config(rollout={"engine_args": given}, learner={"num_ranks": 64, "max_tokens_per_micro_batch": 1024})
         found = planned(cfg, shape_7b, small)
@@ -182,13 +180,13 @@ def test_engine_arguments_that_change_what_is_counted_leave_nothing_sure(shape_7
         assert ("Counted as without rollout.engine_args.quantization" in format_plan(found, cfg)) != is_refused
 
 
-def test_seats_are_no_more_than_the_requests_that_an_engine_is_given(shape_7b: ModelShape) -> None:
+def test_an_engine_generates_no_more_at_once_than_the_requests_it_is_given(shape_7b: ModelShape) -> None:
     cfg = config(rollout={"max_num_seqs": 256, "max_concurrency": 8}, trainer={"groups_per_step": 4})
     found = planned(cfg, shape_7b)
     assert found.engine.kv_demand == 8 * found.engine.longest_tokens
     text = format_plan(found, cfg)
-    assert "128 answers over 32 seats" in text
-    assert "Up to 4 answers have a seat one after the other" in text
+    assert "128 responses; the engines generate 32 at once" in text
+    assert "Up to 4 responses are generated one after the other" in text
 
 
 def test_blocks_that_differ_in_their_heads_are_planned_as_the_largest(tmp_path: Path) -> None:
@@ -208,11 +206,6 @@ def test_the_cache_of_latent_attention_holds_the_latent_on_every_device(tmp_path
         assert shape.kv_bytes_per_token(tensor_parallel_size=tp, dtype_bytes=2) == 3 * (512 + 64) * 2
 
 
-def test_slots_and_answers_in_flight(shape_7b: ModelShape) -> None:
-    found = planned(config(mode={"max_staleness": 2}, trainer={"groups_per_step": 5}), shape_7b)
-    assert (found.num_slots, found.num_answers) == (15, 15 * 16)
-
-
 @pytest.mark.parametrize(
     ("gib", "sections", "key", "words"),
     [
@@ -228,7 +221,7 @@ def test_what_cannot_fit_is_refused_by_name(
     shape_7b: ModelShape, gib: int, sections: dict[str, Any], key: str, words: str
 ) -> None:
     cfg = config(**sections)
-    found = problems(planned(cfg, shape_7b, replace(BIG, total_bytes=gib * GIB)), cfg)
+    found = problems(planned(cfg, shape_7b, BIG._replace(total_bytes=gib * GIB)), cfg)
     assert key in [problem.key for problem in found]
     assert words in "\n".join(map(str, found))
 
@@ -240,18 +233,9 @@ def test_a_cache_that_fits_beside_a_smaller_workspace_is_marked_and_not_refused(
     shape_7b: ModelShape, share: float, is_refused: bool, is_marked: bool
 ) -> None:
     cfg = config(rollout={"gpu_memory_utilization": share, "max_model_len": 32512})
-    found = planned(cfg, shape_7b, replace(BIG, total_bytes=24 * GIB))
+    found = planned(cfg, shape_7b, BIG._replace(total_bytes=24 * GIB))
     assert ("rollout.gpu_memory_utilization" in [problem.key for problem in problems(found, cfg)]) == is_refused
     assert ("(may not fit: the longest sequence" in format_plan(found, cfg)) == is_marked
-
-
-def test_the_hint_for_arenas_is_one_that_is_left(shape_7b: ModelShape) -> None:
-    def hint(num_slots: int) -> str:
-        found = planned(config(weight_sync={"num_slots": num_slots}), shape_7b).learner
-        return next(item.hint for item in found if item.name.startswith("arenas"))
-
-    assert hint(2) == "weight_sync.num_slots: fewer"
-    assert hint(1) == "learner.num_ranks: more"
 
 
 def test_processes_that_share_a_host_are_added_up(shape_7b: ModelShape) -> None:
@@ -263,7 +247,7 @@ def test_processes_that_share_a_host_are_added_up(shape_7b: ModelShape) -> None:
     num_engines = cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size
     needed = cfg.learner.num_ranks * total(found.learner) + num_engines * total(found.engine.items)
     assert problem.value == f"{gib(needed)} for this host", "all ranks and engines together"
-    assert not problems(planned(cfg, shape_7b, replace(host, total_bytes=2000 * GIB)), cfg)
+    assert not problems(planned(cfg, shape_7b, host._replace(total_bytes=2000 * GIB)), cfg)
     least = min_bytes(found.learner)
     offloaded = planned(config(learner={"cpu_offload": True}), shape_7b, host)
     assert min_bytes((*offloaded.learner, *offloaded.host)) >= least, "there is nowhere else to go"

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from msgspec import structs
 
-from tests.fakes.played_run import NUM_STEPS, SETUP, play, write_run
+from tests.fakes.played_run import NUM_STEPS, facts_of, play, played_config, write_run
+from trainer.telemetry.metrics import RENAMED
 from trainer.telemetry.session import append, describe
 from trainer.tools.advise import diagnose, main
 from trainer.tools.run_records import (
-    RunFacts,
     TooFewSteps,
     idle_seconds,
-    read_lines,
     read_records,
     read_run,
+    read_steps,
     read_trace,
     spans_of,
     steady,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
+Capture = pytest.CaptureFixture[str]
 FIRST, LAST = 4, NUM_STEPS
 """Steps that count where no engine is lost."""
 TOTALS = {"engine/migrated_requests": 0, "discarded/failed_attempt_tokens": 0}
@@ -82,7 +84,7 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "run")
 
 
-def test_a_run_directory_becomes_advice(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_directory_becomes_advice(run: Run, capsys: Capture) -> None:
     assert main([str(run.path)]) == 0
     text = capsys.readouterr().out
     assert "The learner waits" in text and "learner.num_ranks=2 rollout.num_replicas=6" in text
@@ -93,23 +95,42 @@ def test_a_run_directory_becomes_advice(run: Run, capsys: pytest.CaptureFixture[
     assert "What communication" in values["unknown"][-1]
 
 
-def test_what_is_no_run_ends_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "nowhere")]) == 2
-    assert "is not a directory" in capsys.readouterr().err
-    assert main([str(tmp_path)]) == 2
-    assert "config.yaml cannot be read" in capsys.readouterr().err
+def test_what_is_no_run_ends_with_its_reason(tmp_path: Path, capsys: Capture) -> None:
+    def refusal(path: Path) -> str:
+        assert main([str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert not out
+        return err
+
+    assert "is not a directory" in refusal(tmp_path / "nowhere")
+    assert "config.yaml cannot be read" in refusal(tmp_path)
     write_run(tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
     whole = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(whole[:4]))
-    assert main([str(tmp_path / "run")]) == 1
-    assert "let the run go on" in capsys.readouterr().err
     metrics.write_text("".join([*whole[:4], "{}\n", *whole[4:]]))
-    assert main([str(tmp_path / "run")]) == 2
-    assert "line 5" in capsys.readouterr().err
+    assert "line 5" in refusal(tmp_path / "run")
     metrics.unlink()
-    assert main([str(tmp_path / "run")]) == 2
-    assert "metrics.jsonl cannot be read" in capsys.readouterr().err
+    assert "metrics.jsonl cannot be read" in refusal(tmp_path / "run")
+
+
+def test_too_few_steps_show_where_their_time_went_and_how_many_more_are_needed(run: Run, capsys: Capture) -> None:
+    metrics = run.path / "metrics.jsonl"
+    whole = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(whole[:4]))
+    assert main([str(run.path)]) == 1
+    out, err = capsys.readouterr()
+    assert "4 steps since the start were recorded" in err and "2 more steps are needed for a diagnosis" in err
+    assert out.startswith("So far 4 steps, the first ones included, 9.75 s each. Share of that time in which")
+    assert "the learner waited for data" in out and "69.2%" in out
+    assert main([str(run.path), "--json"]) == 1
+    values = json.loads(capsys.readouterr().out)
+    assert (values["verdict"], values["num_steps"], values["num_steps_missing"]) == (None, 4, 2)
+    assert values["shares"]["learner_waits_for_data"] == pytest.approx(27 / 39)
+    for number, missing in ((0, 6), (1, 5), (3, 3)):
+        metrics.write_text("".join(whole[:number]))
+        assert main([str(run.path)]) == 1
+        out, err = capsys.readouterr()
+        assert f"{missing} more steps are needed" in err and bool(out) == bool(number)
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -118,31 +139,38 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
 
 
+def test_a_run_under_earlier_names_of_metrics_is_read_alike(run: Run) -> None:
+    run.change([20], SKIPPED)
+    run.change([30], {"engine/migrated_requests": 5, "buffer/oldest_wait_s": 1.0})
+    before, path = read_run(run.path), run.path / "metrics.jsonl"
+    earlier = {new: old for old, new in RENAMED.items()}
+    lines = [{earlier.get(name, name): value for name, value in one.items()} for one in read_records(path)]
+    assert len(RENAMED.keys() & lines[29].keys()) > 5
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert read_run(run.path) == before
+
+
 # The first and the last steps
-
-
-def test_the_first_steps_are_left_out_and_a_few_say_nothing() -> None:
-    lines = play(9.0, 3.0)[0]
-    assert [line.step for line in steady(lines[:7][::-1], max_staleness=1)[0]] == [4, 5, 6, 7]
-    with pytest.raises(TooFewSteps, match="5 steps since the start were recorded"):
-        steady(lines[:5], max_staleness=1)
 
 
 def test_steps_count_from_the_last_opening_of_slots_if_enough_are_left() -> None:
     def with_slots_opened_in(step: int) -> list[int]:
-        lines = [replace(line, num_slots=24 if line.step >= step else 16) for line in play(9.0, 3.0)[0]]
+        lines = [structs.replace(line, num_slots=24 if line.step >= step else 16) for line in play(9.0, 3.0)[0]]
         return [line.step for line in steady(lines, max_staleness=2)[0]]
 
     assert with_slots_opened_in(20) == [*range(20, 41)]
     assert with_slots_opened_in(39) == [*range(5, 41)]
 
 
-def test_the_last_steps_of_a_run_that_has_ended_do_not_count() -> None:
+def test_the_last_steps_of_a_run_that_has_ended_do_not_count(run: Run) -> None:
     lines = play(9.0, 3.0)[0]
     assert [line.step for line in steady(lines, max_staleness=3, has_ended=True)[0]] == [*range(6, 38)]
     assert steady(lines, max_staleness=0, has_ended=True) == steady(lines, max_staleness=0)
-    with pytest.raises(TooFewSteps, match=r"the last 3 empty it, .* give a longer run"):
-        steady(lines[:10], max_staleness=3, has_ended=True)
+    metrics = run.path / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]))
+    (run.path / "summary.json").write_text('{"exit_reason": "completed", "steps": 5}')
+    with pytest.raises(TooFewSteps, match=r"the last 1 empty it; 2 more steps are needed .* give a longer run"):
+        run.counted()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +190,7 @@ def test_a_summary_shows_that_the_run_has_ended(run: Run, summary: str, last: in
 # Processes of a run
 
 
-def test_the_device_is_that_of_the_latest_start(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_device_is_that_of_the_latest_start(run: Run, capsys: Capture) -> None:
     def report() -> str:
         assert main([str(run.path)]) == 0
         return capsys.readouterr().out
@@ -199,7 +227,7 @@ def test_a_resume_that_ended_before_its_first_step_does_not_count(run: Run) -> N
         for number, step in enumerate(resumed):
             run.starts(device=f"device {number}", after=step)
         facts = read_run(run.path)
-        return facts.lines[0].step, facts.setup.device_name
+        return facts.lines[0].step, facts.device_name
 
     assert first_and_device(None, 20, startup_s=60.0) == (24, "device 1")
     assert first_and_device(None, 20, 30, startup_s=60.0) == (24, "device 1")
@@ -214,9 +242,7 @@ def test_a_resume_that_ended_before_its_first_step_does_not_count(run: Run) -> N
 
 
 @pytest.mark.parametrize("with_idle", [True, False])
-def test_steps_with_a_lost_engine_do_not_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], with_idle: bool
-) -> None:
+def test_steps_with_a_lost_engine_do_not_count(tmp_path: Path, capsys: Capture, with_idle: bool) -> None:
     run, away_s = Run(tmp_path / "run", with_idle=with_idle), 120.0  # without, the trace says when they were idle
 
     def reported() -> tuple[Any, str]:
@@ -248,9 +274,7 @@ def test_steps_with_a_lost_engine_do_not_count(
 
 def test_a_run_without_an_engine_from_early_on_cannot_be_judged(run: Run) -> None:
     run.change(range(7, LAST + 1), SKIPPED)
-    message = (
-        "35 of the others had a lost engine, and at least 3 more are needed; let the run go on with all its engines"
-    )
+    message = "35 of the others had a lost engine; 1 more step is needed .* let the run continue with all its engines"
     with pytest.raises(TooFewSteps, match=message):
         read_run(run.path)
 
@@ -272,6 +296,17 @@ def test_only_lost_steps_that_would_have_counted_are_reported(run: Run) -> None:
 
 
 def test_a_report_that_is_missing_once_is_no_loss(run: Run) -> None:
+    # Requests that moved show an engine that was back before the next sync.
+    run.change(range(20, LAST + 1), {"engine/migrated_requests": 5})
+    assert run.left_out() == [20]
+    run.change(range(20, LAST + 1), {"engine/migrated_requests": 0})
+    # Tokens of a failed group may be reported after a line without a report.
+    run.change(range(1, 19), {"buffer/failed": 0})
+    run.change(range(19, LAST + 1), {"buffer/failed": 1, "discarded/failed_attempt_tokens": 500})
+    run.change([19], {"discarded/failed_attempt_tokens": 0})
+    run.forget([20], TOTALS)
+    assert run.left_out() == []
+    run.change(range(1, LAST + 1), {"buffer/failed": 0, **TOTALS})
     keys = ("engine/migrated_requests", "discarded/failed_attempt_tokens")
     run.change(range(10, LAST + 1), dict.fromkeys(keys, 500))
     assert run.left_out() == [10, 11, 12]
@@ -281,19 +316,6 @@ def test_a_report_that_is_missing_once_is_no_loss(run: Run) -> None:
     assert run.left_out() == [10, 11, 12], "one worker reported nothing, then both"
     run.change(range(32, LAST + 1), dict.fromkeys(keys, 600))
     assert run.left_out() == [10, 11, 12, 32, 33, 34]
-
-
-def test_tokens_of_a_failed_group_may_be_reported_after_a_line_without_a_report(run: Run) -> None:
-    run.change(range(1, 19), {"buffer/failed": 0})
-    run.change(range(19, LAST + 1), {"buffer/failed": 1, "discarded/failed_attempt_tokens": 500})
-    run.change([19], {"discarded/failed_attempt_tokens": 0})
-    run.forget([20], TOTALS)
-    assert run.left_out() == []
-
-
-def test_requests_that_moved_show_an_engine_that_was_back_before_the_next_sync(run: Run) -> None:
-    run.change(range(20, LAST + 1), {"engine/migrated_requests": 5})
-    assert run.left_out() == [20]
 
 
 def test_tokens_that_no_failed_group_explains_show_the_loss_of_the_only_engine(run: Run) -> None:
@@ -323,26 +345,24 @@ def test_an_engine_that_an_evaluation_has_is_not_lost(run: Run) -> None:
     assert run.left_out() == [11, 12, 13, 14, 15], "a learner that waits for the evaluation brings no weights meanwhile"
 
 
-def test_an_evaluation_that_runs_is_not_written_down_yet(run: Run) -> None:
+def test_an_evaluation_that_runs_is_not_recorded_yet(run: Run) -> None:
     run.change([LAST - 1, LAST], SKIPPED)
     run.evaluates(every=10)
-    run.write_evaluations((10, 12), (20, 22))
-    assert run.left_out() == [], "that of version 30 still runs"
-    run.write_evaluations((10, 12), (20, 22), (30, 32))
-    assert run.left_out() == [LAST - 2, LAST - 1, LAST], "that of version 40 has not begun"
-    run.write_evaluations((10, 12), (20, 22), (30, LAST - 2))
-    assert run.left_out() == [], "it had just ended"
-
-
-def test_the_evaluation_at_the_start_may_be_the_only_one(run: Run) -> None:
+    ended, lost = [(10, 12), (20, 22)], [LAST - 2, LAST - 1, LAST]
+    for more, left_out in (
+        ([], []),
+        ([(30, 32)], lost),
+        ([(30, LAST - 2)], []),
+    ):  # one runs, none, one did
+        run.write_evaluations(*ended, *more)
+        assert run.left_out() == left_out
     run.change(range(2, LAST + 1), SKIPPED)
     run.evaluates(at_start=True)
-    assert run.left_out() == []
+    run.write_evaluations()
+    assert run.left_out() == [], "that at the start may be the only one"
+    run.change(range(10, LAST + 1), {"sync/replicas_skipped": 0})
     run.write_evaluations((0, 5))
-    run.change(range(8, LAST + 1), {"sync/replicas_skipped": 0})
-    assert run.left_out() == []
-    run.change([8, 9], SKIPPED)
-    assert run.left_out() == [7, 8, 9]
+    assert run.left_out() == [7, 8, 9], "it had ended before steps 8 and 9"
 
 
 def test_evaluations_before_a_resume_are_not_those_after_it(run: Run) -> None:
@@ -361,9 +381,7 @@ def test_evaluations_before_a_resume_are_not_those_after_it(run: Run) -> None:
     assert [step for step in run.left_out() if step > 16] == [17, 18], "the next one is that of version 20"
 
 
-def test_waits_beside_evaluations_ask_for_fewer_of_them_and_not_for_engines(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waits_beside_evaluations_ask_for_fewer_of_them_and_not_for_engines(run: Run, capsys: Capture) -> None:
     """Learning and generation take 4 s a step, at once. Every second step waits 10 s beside an evaluation."""
     config = yaml.safe_load((run.path / "config.yaml").read_text())
     config |= {"rollout": {"num_replicas": 1, "tensor_parallel_size": 4}}
@@ -389,7 +407,7 @@ def test_waits_beside_evaluations_ask_for_fewer_of_them_and_not_for_engines(
     assert "and for evaluations" in text and "Advice: trainer.eval_every=4" in text
     assert "task.eval_size" in text and "a second engine" in text
     # An evaluation that has one of four engines causes a quarter of the wait.
-    (line, *_) = read_lines(run.path, SETUP)[::-1]
+    (line, *_) = read_steps(run.path, num_replicas=4)[::-1]
     assert (line.evaluation_wait_s, line.data_wait_s) == (2.5, 7.5)
 
 
@@ -407,26 +425,25 @@ def test_idle_time_agrees_with_looking_every_moment(num_replicas: int) -> None:
 @pytest.mark.parametrize("bounds", [(9.0, 3.0), (3.0, 9.0)])
 def test_the_trace_shows_what_older_metrics_do_not(tmp_path: Path, bounds: tuple[float, float]) -> None:
     written = write_run(tmp_path / "run", generate_s=bounds[0], learn_s=bounds[1], with_idle=False)
-    lines, _ = steady(read_lines(tmp_path / "run", SETUP), max_staleness=1)
-    trace = read_trace(tmp_path / "run", lines, SETUP)
-    assert trace is not None
-    assert trace.generation_full_s == pytest.approx(bounds[0], rel=0.02)
-    traced = diagnose(RunFacts(setup=SETUP, lines=lines, trace=trace))
-    direct = diagnose(RunFacts(setup=SETUP, lines=steady(written, max_staleness=1)[0]))
+    facts = read_run(tmp_path / "run")
+    assert facts.trace is not None
+    assert facts.trace.generation_full_s == pytest.approx(bounds[0], rel=0.02)
+    traced, direct = diagnose(facts), diagnose(facts_of(steady(written, max_staleness=1)[0]))
     assert traced.shares.engines_idle == pytest.approx(direct.shares.engines_idle, abs=0.02)
     assert traced.verdict == direct.verdict
 
 
 def test_the_full_rate_is_that_of_tokens_while_enough_groups_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    lines, _ = steady(write_run(run_dir), max_staleness=1)
+    facts = facts_of(steady(write_run(run_dir), max_staleness=1)[0])
     text = (run_dir / "trace.json").read_text()
     short, long = '"tokens":10}', '"tokens":40}'
     assert text.count(short) == text.count(long) == 40
 
-    def full_s(groups_per_step: int, text: str = text, **setup: Any) -> float | None:
+    def full_s(groups_per_step: int, text: str = text, *, has_ended: bool = False) -> float | None:
         (run_dir / "trace.json").write_text(text)
-        found = read_trace(run_dir, lines, replace(SETUP, groups_per_step=groups_per_step, **setup))
+        cfg = played_config(trainer={"groups_per_step": groups_per_step})
+        found = read_trace(run_dir, replace(facts, cfg=cfg, has_ended=has_ended))
         assert found is not None
         return found.generation_full_s
 
@@ -458,5 +475,5 @@ def test_torn_events_are_skipped_and_a_track_of_one_process_is_not_that_of_anoth
         '{"name":"late","ph":"X","ts":1000000,"dur":1000000,"pid":1,"tid":1},',
         '{"name":"gro',
     ]
-    found = [(span.track, span.name, span.begin_s, span.end_s) for span in spans_of(events)]
+    found = [(span.track, span.name, span.begin_s, span.end_s) for span in spans_of(line.encode() for line in events)]
     assert found == [("groups", "group 0", 1.0, 3.0), ("groups", "late", 1.0, 2.0)]

@@ -1,39 +1,44 @@
-"""Operations of a step: of learner and engines, of every model that computes, against those that a run counts, and the
-bottleneck that a plan expects against the runs of docs/benchmarks.md."""
+"""What a plan expects of a run: its arithmetic against that of a run and of the runs of docs/benchmarks.md, the traffic
+of weight sync by the routes that a run would take, and Ray's object store against the arrays that go there."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pickle
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from rollout.types import Group, Trajectory
 from tests.fakes.learner import KINDS
-from tests.fakes.model_7b import BIG, config, planned
+from tests.fakes.model_7b import NUM_7B, config, planned
+from tests.fakes.trajectories import make_turn
 from trainer.config.compose import load_config
 from trainer.config.presets import config_names, packaged_configs
-from trainer.config.schema import LoraConfig, ModelConfig, RunConfig
+from trainer.config.schema import LoraConfig, ModelConfig, RayConfig, RunConfig
+from trainer.data.build import build_train_batch
 from trainer.learner import flops
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import check_architecture
-from trainer.tools.dry_run import format_plan
-from trainer.tools.memory_plan import model_shape, total
-from trainer.tools.run_plan import FORWARD, StepWork, Workload, plan_run, training_flops
+from trainer.tools.dry_run import describe_placement, format_plan
+from trainer.tools.memory_plan import GIB, model_shape, total
+from trainer.tools.run_plan import FORWARD, StepWork, object_store, training_flops
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from trainer.tools.memory_plan import ModelShape
-    from trainer.tools.run_plan import RunPlan
+    from trainer.tools.run_plan import ObjectStore, RunPlan, SyncTraffic
 
 GAE = {"advantage_estimator": "gae"}
 
 
 def with_critic(shape: ModelShape, critic: ModelShape, /, **sections: dict[str, Any]) -> RunPlan:
     cfg = config(**({"algorithm": GAE} | sections))
-    return plan_run(cfg, shape, BIG, critic=critic, workload=Workload(prompt_tokens=100.0, response_tokens=100.0))
+    return planned(cfg, shape, critic=critic, response_tokens=100.0)
 
 
 def passes(found: RunPlan) -> float:
@@ -114,8 +119,7 @@ def test_a_teacher_costs_its_own_size(rank: int, shape_7b: ModelShape, critics: 
 
     def plan(teacher: ModelShape | None, **learner: bool) -> RunPlan:
         cfg = config(algorithm={"kl": kl if teacher is not None else RunConfig().algorithm.kl}, learner=learner)
-        work = Workload(prompt_tokens=100.0, response_tokens=100.0)
-        return plan_run(cfg, policy, BIG, critic=None, teacher=teacher, workload=work)
+        return planned(cfg, policy, teacher=teacher, response_tokens=100.0)
 
     parts = {item.name: item.nbytes for item in plan(large).learner}
     assert parts["reference"] == 2 * large.num_params // 4
@@ -162,7 +166,7 @@ def test_a_deadline_that_asks_much_of_the_devices_is_told(shape_7b: ModelShape) 
     told = format_plan(planned(long, shape_7b), long)
     flops = 2 * 4 * shape_7b.num_active_params * 1024 * 16 * (100 + 16384) / 4
     assert f"learner.timeout_s=1,800 if each learner device trains at {flops / 1800 / 1e12:,.0f} TFLOP/s" in told
-    assert "Up to 32 answers have a seat one after the other: 19 s for each" in told
+    assert "Up to 32 responses are generated one after the other: 19 s for each" in told
     short = config(rollout={"max_response_tokens": 64}, trainer={"groups_per_step": 16})
     assert "TFLOP/s" not in (told := format_plan(planned(short, shape_7b), short))
     assert "one after the other" not in told
@@ -172,8 +176,7 @@ def test_a_deadline_that_asks_much_of_the_devices_is_told(shape_7b: ModelShape) 
 def test_no_shipped_configuration_asks_more_of_a_device_than_an_h100_trains_at(name: str, shape_7b: ModelShape) -> None:
     cfg = load_config(["--config-name", name])
     critic = shape_7b if cfg.algorithm.uses_critic else None
-    prompts = Workload(prompt_tokens=float(cfg.task.max_prompt_tokens))
-    work = plan_run(cfg, shape_7b, BIG, critic=critic, workload=prompts).work
+    work = planned(cfg, shape_7b, critic=critic, prompt_tokens=float(cfg.task.max_prompt_tokens)).work
     assert work[cfg.rollout.max_response_tokens].learner_flops / cfg.learner.timeout_s < 0.45 * 989e12
 
 
@@ -242,14 +245,6 @@ def test_the_bottleneck_is_named_as_it_was_measured(
     assert work(shape_7b, ranks, engines, answers=ANSWERS * mean).bottleneck == expected
 
 
-def test_the_ratio_follows_the_devices_of_both_sides(shape_7b: ModelShape) -> None:
-    even = work(shape_7b, 4, 4, prompts=0, answers=1000)
-    assert even.engine_flops / even.learner_flops == pytest.approx(1 / 3)
-    more = work(shape_7b, 1, 7, prompts=0, answers=1000)
-    expected = [ratio / 7 for ratio in even.generation_over_learning]  # 4/7 of the work here, 4 times as much there
-    assert more.generation_over_learning == pytest.approx(expected)
-
-
 def test_a_plan_is_made_for_the_mean_that_was_given(shape_7b: ModelShape) -> None:
     cfg = config(rollout={"max_response_tokens": 4096, "group_size": 8}, learner={"activation_checkpointing": False})
     plan = planned(cfg, shape_7b, prompt_tokens=512.0, response_tokens=966.0)
@@ -259,13 +254,174 @@ def test_a_plan_is_made_for_the_mean_that_was_given(shape_7b: ModelShape) -> Non
     text = format_plan(plan, cfg)
     assert "966 tokens, on average" in text
     assert "either: generation takes 0.48 to 1.1 times the time of learning" in text
-    assert "--response-tokens" not in text and "take turns" not in text
-
-
-def test_without_a_mean_the_longest_and_a_quarter_of_it_are_told(shape_7b: ModelShape) -> None:
-    cfg = config(rollout={"max_response_tokens": 4096}, mode={"max_staleness": 0})
-    plan = planned(cfg, shape_7b)
+    assert "--response-tokens" not in text and "alternate" not in text
+    unknown = config(rollout={"max_response_tokens": 4096}, mode={"max_staleness": 0})
+    plan = planned(unknown, shape_7b)
     assert list(plan.work) == [4096, 1024]
-    text = format_plan(plan, cfg)
-    for words in ("--response-tokens N", "4,096 tokens, the longest", "1,024 tokens, a quarter of it", "take turns"):
-        assert words in text
+    for words in ("--response-tokens N", "4,096 tokens, the longest", "1,024 tokens, a quarter of it", "alternate"):
+        assert words in format_plan(plan, unknown)
+
+
+# Weight sync
+
+
+HALF = {"gpu_memory_utilization": 0.5}
+"""Room for a shadow, so that engines may hand versions on."""
+
+
+def test_a_version_moves_every_published_byte_to_every_replica(shape_7b: ModelShape) -> None:
+    def to_three_engines(relay: str) -> SyncTraffic:
+        rollout = {"num_replicas": 3, "tensor_parallel_size": 2, **HALF}
+        return planned(config(rollout=rollout, weight_sync={"relay": relay}), shape_7b).sync
+
+    sync = to_three_engines("off")
+    assert (sync.version_bytes, sync.device_bytes, sync.relays) == (2 * NUM_7B, NUM_7B, False)
+    assert sync.rank_bytes == -(-3 * 2 * NUM_7B // 4)
+    assert sync.floor_s(25e9) == pytest.approx(3 * 2 * NUM_7B / 4 / 25e9)
+    relayed = to_three_engines("auto")
+    assert (relayed.rank_bytes, relayed.relays) == (2 * NUM_7B // 4, True)
+    assert relayed.floor_s(25e9) == pytest.approx(NUM_7B / 25e9), "an engine device reads more than a rank sends"
+
+
+def test_the_least_time_of_a_pull_knows_whether_engines_hand_versions_on(shape_7b: ModelShape) -> None:
+    many = {"num_replicas": 16, "gpu_memory_utilization": 0.5}
+
+    def told(commit: str, relay: str) -> str:
+        cfg = config(rollout=many, weight_sync={"commit": commit, "relay": relay})
+        return format_plan(planned(cfg, shape_7b), cfg).partition("no pull is faster than ")[2].splitlines()[0]
+
+    alone, sixteenfold = (f"{times * 2 * NUM_7B / 4 / 25e9:.3g} s at 25 GB/s" for times in (4, 16))
+    assert told("auto", "auto").startswith(alone), "four ranks, and every engine device reads all of it"
+    assert told("auto", "off").startswith(sixteenfold)
+    assert told("inplace", "auto").startswith(sixteenfold), "only shadow blocks are handed on"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts", "relay", "served"),
+    [
+        ((8, 8, 1), (8, 8), "auto", 1),  # all engines on the other node
+        ((8, 8, 1), (8, 8), "off", 8),
+        ((8, 16, 1), (8, 8, 8), "auto", 2),  # on two others
+        ((4, 20, 1), (8, 8, 8), "auto", 2 + 4),  # and four beside the learners, which do not outnumber them
+        ((2, 22, 1), (8, 8, 8), "auto", 3),  # six beside them, which do
+        ((8, 4, 4), (8, 8, 8), "auto", 2),
+        ((8, 4, 4), (8, 8, 8), "off", 4),
+    ],
+)
+def test_a_learner_sends_its_share_to_every_node_on_which_there_are_engines(
+    shape_7b: ModelShape, sizes: tuple[int, int, int], counts: tuple[int, ...], relay: str, served: int
+) -> None:
+    ranks, replicas, tp = sizes
+    cfg = config(
+        learner={"num_ranks": ranks},
+        rollout={"num_replicas": replicas, "tensor_parallel_size": tp, **HALF},
+        weight_sync={"relay": relay},
+    )
+    placement = describe_placement(cfg, counts, backend="fast", resource="GPU")
+    assert placement.node_of is not None
+    sync = planned(cfg, shape_7b, node_of=placement.node_of).sync
+    assert sync.rank_bytes == -(-served * 2 * NUM_7B // ranks)
+    assert sync.relays == (relay == "auto")
+
+
+# The object store
+
+
+PROMPT, ANSWER = 200, 1000
+
+
+def group(num_answers: int) -> Group:
+    """All answers of the same length, with four characters per token."""
+    num_tokens = PROMPT + ANSWER
+    # Each with arrays of its own: a pickle writes shared ones once.
+    answers = [
+        Trajectory.of_turns(
+            [make_turn(range(PROMPT), range(PROMPT, num_tokens))], prompt_id="train/0", sample_index=i,
+            reward=float(i % 2), reward_parts={},
+            status="completed", timings={"generate_s": 1.0}, text=f"{i:04d}" + "x" * (4 * ANSWER - 4),
+        )
+        for i in range(num_answers)
+    ]  # fmt: skip
+    return Group(group_id=0, prompt_id="train/0", trajectories=answers, start_version=0)
+
+
+def settings(**sections: dict[str, Any]) -> RunConfig:
+    base = {"rollout": {"group_size": 16, "max_response_tokens": ANSWER}, "trainer": {"groups_per_step": 8}}
+    return config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
+
+
+def stored(cfg: RunConfig, *, num_slots: int = 24, num_evaluated: int = 0) -> ObjectStore:
+    return object_store(
+        cfg, prompt_tokens=float(PROMPT), num_evaluated=num_evaluated, num_slots=num_slots,
+        group_size=cfg.rollout.group_size,
+    )  # fmt: skip
+
+
+def store_sizes(store: ObjectStore) -> dict[str, int]:
+    return {item.name: item.nbytes for item in store.items}
+
+
+def test_a_group_has_the_bytes_that_a_worker_sends() -> None:
+    store = stored(settings())
+    assert store.group_bytes == pytest.approx(len(pickle.dumps(group(16))), rel=0.05)
+    assert store.carries_groups
+    assert store_sizes(store)["24 groups in flight"] == 24 * store.group_bytes
+
+
+def test_groups_of_less_than_what_travels_within_a_call_bypass_the_store(shape_7b: ModelShape) -> None:
+    small = settings(rollout={"group_size": 2})
+    assert len(pickle.dumps(group(2))) < 100_000
+    assert not stored(small).carries_groups
+    assert list(store_sizes(stored(small))) == ["micro-batches of one step"]
+    assert "Groups bypass it, as up to 100 kB do" in format_plan(planned(small, shape_7b), small)
+
+
+def test_the_store_counts_sequences_evaluations_and_greedy_baselines(shape_7b: ModelShape) -> None:
+    one, three = stored(settings()), stored(settings(task={"agent": "my.agent", "agent_max_sequences": 3}))
+    assert store_sizes(three) == {name: 3 * nbytes for name, nbytes in store_sizes(one).items()}
+    evaluation = store_sizes(stored(settings(), num_evaluated=400))["400 responses of an evaluation"]
+    assert evaluation == 400 * one.group_bytes // 16
+    needed = sum(store_sizes(one).values())  # Ray spills before the store is full
+    for size, spills in ((1.2, True), (1.3, False)):
+        assert stored(settings(ray={"object_store_gib": size * needed / GIB})).may_spill == spills
+    plain, greedy = (
+        planned(settings(algorithm={"advantage_estimator": name}), shape_7b).store for name in ("grpo", "remax")
+    )
+    assert greedy.group_bytes * 16 == plain.group_bytes * 17
+    assert store_sizes(greedy)["micro-batches of one step"] == store_sizes(plain)["micro-batches of one step"]
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"loss": "clip_cov"}, {"advantage_estimator": "gae"}], ids=str)
+def test_micro_batches_have_the_bytes_that_the_ranks_fetch(algorithm: dict[str, Any]) -> None:
+    cfg = settings(algorithm=algorithm)
+    groups = [group(cfg.rollout.group_size) for _ in range(cfg.trainer.groups_per_step)]
+    batch = build_train_batch(
+        groups,
+        step=0,
+        algorithm=cfg.algorithm,
+        num_ranks=2,
+        max_tokens_per_micro_batch=9 * (PROMPT + ANSWER),
+        max_response_tokens=ANSWER,
+    )
+    real = sum(nbytes(micro) for rank in batch.micro_batches for micro in rank)
+    assert store_sizes(stored(cfg))["micro-batches of one step"] == pytest.approx(real, rel=0.005)
+
+
+def nbytes(value: object) -> int:
+    """Of all arrays in a micro-batch."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return sum(nbytes(getattr(value, each.name)) for each in fields(value)) if is_dataclass(value) else 0
+
+
+def test_the_store_is_compared_with_that_of_a_private_cluster_alone(shape_7b: ModelShape) -> None:
+    mark = "(may not fit: it spills to disk)"
+    tight = settings(rollout={"max_response_tokens": 20480}, trainer={"groups_per_step": 32})
+    text = format_plan(planned(tight, shape_7b), tight)
+    assert mark in text and "of 0.25 GiB" in text
+    roomy = replace(tight, ray=RayConfig(object_store_gib=4.0))
+    assert mark not in format_plan(planned(roomy, shape_7b), roomy)
+    joined = replace(tight, ray=RayConfig(address="auto"))
+    store = planned(joined, shape_7b).store
+    assert store.total_bytes is None and not store.may_spill
+    assert mark not in format_plan(planned(joined, shape_7b), joined)
