@@ -130,9 +130,8 @@ class Evaluator:
         self, pinned: asyncio.Event, *, is_shared: bool = False
     ) -> tuple[dict[str, EvalMetrics], Sequence[Answers]]:
         """Evaluate the version that the replica has; the numbers by set, and what they are the numbers of. Sets
-        `pinned` once no commit can change the version any more.
-
-        If its replica dies, it begins again on others, with the version that is live there.
+        `pinned` once no commit can change the version any more. If its replica dies, it begins again on others, with
+        the version that is live there.
 
         Consumes: the evaluation prompts. Waits for: the replicas' commit locks, and their responses. Unblocked by:
         `trainer.eval_timeout_s`; an interrupt, after `trainer.shutdown_timeout_s`.
@@ -359,13 +358,13 @@ class EvaluationSchedule:
         """Concurrently with training; may have ended."""
 
     async def at_start(self) -> None:
-        """The version that the run begins with, if that is asked for: concurrently with training, or before it."""
+        """The version that the run begins with: concurrently with training, or before it."""
         if self._evaluator.is_possible and self._cfg.eval_at_start:
-            await (self.evaluate(is_shared=True) if self._cfg.eval_blocking else self.begin())
+            await (self.evaluate() if self._cfg.eval_blocking else self.begin())
 
     async def after_sync(self, version: int) -> None:
         """Without `trainer.eval_blocking`: a due evaluation of the version that has just become live, but not of the
-        last one, which `at_end` looks after."""
+        last one, which is evaluated at the end."""
         is_last = self._state.step >= self._cfg.total_steps and version == self._state.version
         if not self._cfg.eval_blocking and not is_last and self._evaluator.is_due(version):
             await self.begin()
@@ -374,7 +373,7 @@ class EvaluationSchedule:
         """With `trainer.eval_blocking`: a due evaluation of exactly this step's version, while the learner waits."""
         if self._cfg.eval_blocking and self._evaluator.is_due(self._state.version):
             await wait_until_live()
-            await self.evaluate(is_shared=True)
+            await self.evaluate()
 
     async def at_end(self) -> None:
         """The last version, once: because that is asked for, or a periodic evaluation is due. Not of an interrupted
@@ -386,7 +385,7 @@ class EvaluationSchedule:
         is_asked_for = self._cfg.eval_at_end and evaluator.is_possible and evaluator.last_version < version
         if (is_asked_for or evaluator.is_due(version)) and not self._state.interrupted.is_set():
             with phase(f"evaluating version {version}"):
-                await self.evaluate(is_shared=True)
+                await self.evaluate()
 
     async def begin(self) -> None:
         """Evaluate concurrently with training. Returns once no commit can change the version any more, so that it is
@@ -395,13 +394,13 @@ class EvaluationSchedule:
         self._running = self._tasks.create_task(self.evaluate(pinned), name="evaluation")
         await pinned.wait()
 
-    async def evaluate(self, pinned: asyncio.Event | None = None, *, is_shared: bool = False) -> None:
-        """One evaluation; its result goes into the state and onto a line, and its responses into a file in the
-        background."""
+    async def evaluate(self, pinned: asyncio.Event | None = None) -> None:
+        """One evaluation, shared by all replicas unless it runs concurrently with training and sets `pinned`. Its
+        result goes into the state and onto a line, and its responses into a file in the background."""
         state, telemetry = self._state, self._telemetry
         try:
             with telemetry.tracer.span("evaluation", "evaluate", overlapping=True):
-                scores, answers = await self._evaluator.run(pinned or asyncio.Event(), is_shared=is_shared)
+                scores, answers = await self._evaluator.run(pinned or asyncio.Event(), is_shared=pinned is None)
         except EvaluationFailed as error:
             await self._report_failure(error)
             return

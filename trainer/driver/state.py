@@ -33,14 +33,12 @@ class FailedResponses:
     so that a judge that is down for an hour leaves some lines and not thousands."""
 
     def __init__(self) -> None:
-        self.num_failed = 0
-        self.num_responses = 0
+        self.num_failed = self.num_responses = 0
         self.first_error = ""
-        self._warn_at = 1
-        self._reported = (0, 0)
+        self._warn_at, self._reported = 1, (0, 0)
 
     def count(self, group: Group) -> None:
-        """A group was generated, whether it is trained or not."""
+        """Of a group that was generated, whether it is trained or not."""
         errors = [trajectory.error for trajectory in group.trajectories if trajectory.status == "failed"]
         self.num_responses += len(group.trajectories)
         self.num_failed += len(errors)
@@ -49,11 +47,6 @@ class FailedResponses:
         if errors and self.num_failed >= self._warn_at:
             self._warn_at = 2 * self.num_failed
             log.warning("%s", self)
-
-    @property
-    def frac(self) -> float:
-        """Of all responses so far; 0 without any."""
-        return self.num_failed / self.num_responses if self.num_responses else 0.0
 
     def take_frac(self) -> float:
         """Of the responses since the last call, those of groups that are not trained included."""
@@ -64,8 +57,9 @@ class FailedResponses:
         plural = "" if self.num_failed == 1 else "s"
         first_line = self.first_error.partition("\n")[0]  # a traceback may follow; summary.json has it
         return (
-            f"{self.num_failed} response{plural} of {self.num_responses} ({self.frac:.0%}) failed and got no reward; "
-            f"means are over the others. First failure: {first_line}"
+            f"{self.num_failed} response{plural} of {self.num_responses} "
+            f"({self.num_failed / max(self.num_responses, 1):.0%}) failed and got no reward; means are over the "
+            f"others. First failure: {first_line}"
         )
 
 

@@ -59,7 +59,6 @@ from trainer.errors import (
 from trainer.learner import checkpoint
 from trainer.telemetry import session
 from trainer.telemetry.session import Telemetry
-from trainer.telemetry.trajectories import TrajectoryRecorder
 from trainer.tools import advise
 
 if TYPE_CHECKING:
@@ -318,16 +317,6 @@ def test_the_configured_limit_is_that_of_the_recorder(tmp_path: Path, gib: float
         assert sinks.recorder is not None
         sinks.recorder.begin_evaluation(run_dir.answers, 1)
         assert sinks.recorder.num_skipped == num_skipped
-
-
-def test_every_group_that_is_left_out_is_counted(scripted: Make, play: Play) -> None:
-    run = scripted(num_held_out=0)
-    folder = run.telemetry.run_dir.trajectories
-    run.telemetry = replace(run.telemetry, recorder=TrajectoryRecorder(folder, max_bytes=0))
-    play(run)
-    last = lines(run)[-1]
-    assert last["telemetry/trajectories_skipped"] == last["buffer/finished"] > 0
-    assert list(folder.iterdir()) == []
 
 
 # What is saved after a failure
