@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from trainer.telemetry.session import Telemetry
     from weight_sync.coordinator import SyncCoordinator
 
-    Answers = tuple[str, Prompt, Sequence[Trajectory]]
+    Answered = tuple[str, Prompt, Sequence[Trajectory]]
     """Name of the set (empty for that of `task.eval_path`), a prompt, and all responses to it in order."""
     PinVersions = Callable[[Sequence[str]], AbstractAsyncContextManager[Mapping[str, int | None]]]
     """Keeps replicas at their versions while the block runs, and yields these by name."""
@@ -54,7 +54,7 @@ class EvaluationFailed(Exception):
     """There is no number, and why. Training does not need one."""
 
     def __init__(
-        self, reason: str, *, version: int | None = None, time_s: float = 0.0, answers: Sequence[Answers] = ()
+        self, reason: str, *, version: int | None = None, time_s: float = 0.0, answers: Sequence[Answered] = ()
     ) -> None:
         """
         Args:
@@ -128,7 +128,7 @@ class Evaluator:
 
     async def run(
         self, pinned: asyncio.Event, *, is_shared: bool = False
-    ) -> tuple[dict[str, EvalMetrics], Sequence[Answers]]:
+    ) -> tuple[dict[str, EvalMetrics], Sequence[Answered]]:
         """Evaluate the version that the replica has; the numbers by set, and what they are the numbers of. Sets
         `pinned` once no commit can change the version any more. If its replica dies, it begins again on others, with
         the version that is live there.
@@ -146,7 +146,7 @@ class Evaluator:
         began, now = time.monotonic(), asyncio.get_running_loop().time
         self._is_running, self._began_at = True, now()
         version: int | None = None
-        answers: Sequence[Answers] = ()
+        answers: Sequence[Answered] = ()
         lost = set[str]()
         try:
             while True:
@@ -231,7 +231,7 @@ class Evaluator:
             limit.reschedule(soon)
 
 
-def group_by_prompt(eval_sets: Sequence[EvalSet], trajectories: Sequence[Trajectory]) -> list[Answers]:
+def group_by_prompt(eval_sets: Sequence[EvalSet], trajectories: Sequence[Trajectory]) -> list[Answered]:
     """In the order of the sets and their prompts; responses to one prompt are in a row."""
     rest = iter(trajectories)
     return [
@@ -268,12 +268,12 @@ def check_all_scored(trajectories: Sequence[Trajectory]) -> None:
 
 
 def score(
-    answers: Sequence[Answers], cfg: TrainerConfig, *, reward: str, version: int, time_s: float
+    answers: Sequence[Answered], cfg: TrainerConfig, *, reward: str, version: int, time_s: float
 ) -> dict[str, EvalMetrics]:
     """The numbers of each set, by name: means over all its responses, each counted with its reward, truncated ones too.
     Parts of the reward are averaged as those of training are. `reward` scores the prompts that name none."""
     scores: dict[str, EvalMetrics] = {}
-    for name, rows in itertools.groupby(answers, key=lambda answer: answer[0]):
+    for name, rows in itertools.groupby(answers, key=lambda one: one[0]):
         own = list(rows)
         trajectories = [trajectory for _, _, responses in own for trajectory in responses]
         num_samples = len(own[0][2])
@@ -440,7 +440,7 @@ class EvaluationSchedule:
 async def pinned_versions(
     names: Sequence[str], *, coordinator: SyncCoordinator, workers: Fleet
 ) -> AsyncIterator[Mapping[str, int | None]]:
-    """Keep replicas at their versions for an evaluation, as the module says. Yields these versions."""
+    """Keep replicas at their versions for an evaluation, as described above. Yields these versions."""
     if len(names) > 1:
         async with contextlib.AsyncExitStack() as stack:
             yield {name: await stack.enter_async_context(coordinator.freeze(name)) for name in names}

@@ -80,7 +80,7 @@ class EvalMetrics:
     time_s: float
     """Of the whole evaluation, all sets together."""
     accuracy_stderr: float | None = None
-    """None with one prompt, which says nothing of others."""
+    """None with one prompt, which is no sample of others."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Part -> mean over the responses that have it."""
     by_reward: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
