@@ -88,11 +88,7 @@ class TrainingRun:
         self.metrics = StepMetrics()
         self.evaluations = EvaluationSchedule(cfg.trainer, evaluator, state, telemetry, tasks=self.tasks)
         self.weights = WeightUpdater(
-            devices,
-            on_live=self.on_live,
-            wait_for_engine=workers.wait_for_engine,
-            tracer=telemetry.tracer,
-            first=live,
+            devices, on_live=self.on_live, wait_for_engine=workers.wait_for_engine, tracer=telemetry.tracer, first=live
         )
         self._checkpointer = Checkpointer(cfg, telemetry, learner=learner, buffer=buffer, source=source, state=state)
         self._filter_zero_variance = cfg.algorithm.dynamic_sampling
