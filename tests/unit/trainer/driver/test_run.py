@@ -205,11 +205,7 @@ def evaluation(version: int, accuracy: float) -> EvalMetrics:
             "reached: 142 steps, 64 of them in this process, in 108 s; held-out accuracy 0.308 -> 0.932 (v140)",
         ),
         ("completed", {"step": 5, "resumed_from_step": 5}, "increase trainer.total_steps to continue"),
-        (
-            "completed",
-            {"step": 6, "resumed_from_step": 5},
-            "6 steps, 1 of them in this process, in 108 s; see",
-        ),
+        ("completed", {"step": 6, "resumed_from_step": 5}, "6 steps, 1 of them in this process, in 108 s; see"),
         ("interrupted", {}, "no checkpoint was saved, so the same command starts from the beginning"),
         ("interrupted", {"step": 8}, "to resume from step_8: the same command with run_dir='{path}'"),
     ],
