@@ -381,7 +381,7 @@ class TrainingRun:
                 backpressure_s=stats.slot_wait_s,
                 engines_idle_frac=self.workers.idle_engines.take_frac(num_replicas=num_replicas),
             ),
-            "response/failed_frac": state.failed_responses.take_frac(),
+            **state.failed_responses.take_record(),
             **self.telemetry.record(),
             **{f"data/{name}": value for name, value in self.source.record(groups).items()},
             **self.workers.load_record,

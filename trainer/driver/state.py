@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,13 @@ class FailedResponses:
         self.num_failed = self.num_responses = 0
         self.first_error = ""
         self._warn_at, self._reported = 1, (0, 0)
+        self._failures: Counter[str] = Counter()
 
     def count(self, group: Group) -> None:
         """Of a group that was generated, whether it is trained or not."""
         errors = [trajectory.error for trajectory in group.trajectories if trajectory.status == "failed"]
         self.num_responses += len(group.trajectories)
+        self._failures.update(trajectory.failure for trajectory in group.trajectories if trajectory.failure)
         self.num_failed += len(errors)
         if errors and not self.first_error:
             self.first_error = errors[0]
@@ -48,10 +51,14 @@ class FailedResponses:
             self._warn_at = 2 * self.num_failed
             log.warning("%s", self)
 
-    def take_frac(self) -> float:
-        """Of the responses since the last call, those of groups that are not trained included."""
+    def take_record(self) -> dict[str, float]:
+        """Metrics of the responses since the last call, those of groups that are not trained included."""
         before, self._reported = self._reported, (self.num_failed, self.num_responses)
-        return (self.num_failed - before[0]) / max(self.num_responses - before[1], 1)
+        failures, self._failures = self._failures, Counter()
+        return {
+            "response/failed_frac": (self.num_failed - before[0]) / max(self.num_responses - before[1], 1),
+            **{f"response/failures/{kind}": number for kind, number in failures.items()},
+        }
 
     def __str__(self) -> str:
         plural = "" if self.num_failed == 1 else "s"
