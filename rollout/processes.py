@@ -56,13 +56,11 @@ def exit_with_parent(parent_pid: int | None = None, *, grace_s: float = 0.0) -> 
 def fork_under_guards(parent_pid: int) -> None:
     """Returns in a grandchild. This process and the one between become its guards, which outlive both it and the parent
     and kill all that it has started: when the parent sends SIGTERM or is gone, or when the grandchild ends. They exit
-    as it does.
+    as it does. Call it in a process with one thread. Linux only.
 
     Orphans below the guards become their children ("subreaper"), also those that have left the session, as programs of
     a reward for code often do. There are two guards because one may be killed: Ray kills the children of a worker that
-    ends, and a program may kill its parent. The other one then does the work.
-
-    Call it in a process with one thread. Linux only.
+    ends, and a program may kill its parent.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _GUARD_SIGNALS)
     for _ in range(2):
@@ -148,12 +146,10 @@ class OrphanReaper:
     """Kills `pids` when this process ends, however it dies, or with `close`, and unlinks their shared memory.
 
     vLLM's engine process does not notice that its parent is gone: after a SIGKILL (out of memory, `ray.kill`) it keeps
-    its device memory. Its workers notice that it is gone, but end by themselves, and so never out of a call to their
-    device that hangs. Here a small process holds the reading end of a pipe, whose other end the kernel closes with this
-    process. Can go when vLLM's processes are killed with their parents.
-
-    Tensor-parallel engines communicate through named shared memory (hundreds of megabytes), which outlives processes
-    that are killed. What they have mapped of it when they are up, and at their end, is unlinked once they are dead.
+    its device memory; its workers notice, but never end out of a hanging call to their device. Here a small process
+    holds the reading end of a pipe, whose other end the kernel closes with this process. Can go when vLLM's processes
+    are killed with their parents. Tensor-parallel engines communicate through named shared memory (hundreds of
+    megabytes), which outlives processes that are killed: what they had mapped is unlinked once they are dead.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:

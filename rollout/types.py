@@ -9,7 +9,7 @@ This module imports without torch, Ray or vLLM.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence  # noqa: TC003 - dataclasses are introspected at runtime
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, Literal
@@ -20,13 +20,7 @@ FinishReason = Literal["stop", "length", "abort"]
 """Why generation ended: an end token, the token budget, or the engine returned the request unfinished."""
 
 TrajectoryStatus = Literal["completed", "truncated", "failed"]
-"""`truncated` was cut off by a budget of tokens, or of time; `failed` has no usable reward. Neither is ever trained as
-if complete."""
-
-FailureKind = Literal["timeout", "agent_error", "reward_timeout", "reward_error"]
-OnFailure = Mapping[FailureKind, Literal["score", "zero", "drop"]]
-"""What becomes of a trajectory that went wrong: the reward function scores what there is, it gets a reward of 0, or it
-is `failed`. What is not named is dropped."""
+"""`truncated` ran into a token budget; `failed` has no usable reward. Neither is ever trained as if complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +161,8 @@ class Trajectory:
     """One sampled response to a prompt: its tokens, and its reward.
 
     An agent loop returns the tokens, `status` and `tool_use` (`TrajectoryBuilder.finish`); the rollout worker adds the
-    others. All sequences and turns are end to end. `T` tokens, `K` turns, `Q` sequences.
-
-    Raises:
-        ValueError: arrays disagree, or a turn has a reward in which nothing was sampled.
+    others. All sequences and turns are end to end. `T` tokens, `K` turns, `Q` sequences. Raises ValueError if arrays
+    disagree, or a turn has a reward in which nothing was sampled.
     """
 
     token_ids: np.ndarray
@@ -197,12 +189,9 @@ class Trajectory:
     """Seconds: "generate_s", an agent's tools included; "engine_wait_s", the part of it that was a wait for room at an
     engine; "reward_s", the wait for a free reward process included."""
     text: str = ""
-    """For rewards and for people: from the first generated token to the last, with what the policy read between,
-    and without special tokens. Sequences are on lines of their own."""
-    failure: FailureKind | None = None
-    """What went wrong, also if the trajectory has a reward all the same."""
+    """The generated text, decoded once for rewards and for people."""
     error: str = ""
-    """The reason for `failure`; empty without one."""
+    """Why status is "failed"; empty otherwise."""
     num_lost_tokens: int = 0
     """Generated for it, and not part of it: its agent loop failed, cancelled a generation, or did not use it."""
     tool_use: ToolUse | None = None

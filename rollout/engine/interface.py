@@ -130,9 +130,8 @@ class EngineStatus:
 
 
 class Engine(ABC):
-    """One engine replica.
+    """One engine replica. Promises that every implementation keeps (tests/contract/engine):
 
-    Promises that every implementation keeps (tests/contract/engine):
     - every sampled token is labelled with the policy version that sampled it, commits in mid-response included;
     - an end token that was sampled is part of the response (`finish_reason="stop"`), and so are the tokens of a stop
       string, also of one that began in the response's prefix; the token that completes it is the last one;
@@ -143,10 +142,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def start(self) -> Mapping[str, float]:
-        """Load the model and generate once, so that the first real request is not slow. Call once.
-
-        Returns the seconds of each stage, in order; the last is the first generation, with its one-time compilations.
-        """
+        """Load the model and generate once, with all one-time compilations. The seconds of each stage, in order."""
 
     @abstractmethod
     def generate(

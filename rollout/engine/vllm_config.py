@@ -116,9 +116,8 @@ def engine_config(spec: EngineSpec) -> VllmConfig:
     """vLLM's configuration of the engine, on the device of this process.
 
     For a use that is neither its server nor its offline class, a step of vLLM holds 2048 tokens on every device; all
-    figures in docs/benchmarks.md were taken with that. Its server's steps hold up to four times as many on large
-    devices: decoding requests, and a commit, would wait longer for the prefills of others, and less memory would be
-    left for the KV cache.
+    figures in docs/benchmarks.md were taken with that. With its server's up to 8192, decoding requests and commits
+    would wait longer for the prefills of others, and less memory would be left for the KV cache.
     """
     from vllm.config import SchedulerConfig
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from rollout.engine.load_meter import Activity, LoadMeter
 from rollout.engine.request_state import ActiveRequest, OutputBarrier, RequestTable, stop_string_matcher
 from rollout.engine.startup_error import printed_cause
 from rollout.engine.vllm_config import check_token_ids, engine_environ, vllm_sampling
-from rollout.engine.vllm_process import begin_imports, engine_pids, import_vllm, launch, shut_down
+from rollout.engine.vllm_process import begin_imports, engine_pids, launch, shut_down
 from rollout.engine.weight_commit import EngineGate
 from rollout.errors import EngineDead
 from rollout.processes import OrphanReaper
@@ -32,12 +33,11 @@ from weight_sync.device.environment import temporary_environment
 from weight_sync.wire import CommitResult, open_reply, reply_state
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollout.engine.request_state import StopStringMatcher
-    from rollout.engine.weight_commit import Outcome
 
 T = TypeVar("T")
 
@@ -55,16 +55,9 @@ class VllmEngine(Engine):
     Use it in one event loop. `vllm` is imported by `start`, under the environment of the spec.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        read_replies: Callable[[Sequence[Any]], Outcome] = reply_state,
-    ) -> None:
+    def __init__(self, spec: EngineSpec, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec = spec
         self._clock = clock
-        self._read_replies = read_replies
         self._version = spec.initial_version
         self._gate = EngineGate(resume=self._resume, give_up=self._die, pause_limit_s=spec.pause_limit_s, clock=clock)
         self._meter = LoadMeter()
@@ -92,7 +85,7 @@ class VllmEngine(Engine):
             if self._spec.forks:
                 begin_imports()
             # In a thread: loading blocks for seconds, and starts of other engines may share this event loop.
-            await asyncio.to_thread(import_vllm)
+            await asyncio.to_thread(import_module, "vllm.v1.engine.async_llm")
             imported = self._clock()
             llm, self._stop_token_ids, self._tokenizer = await asyncio.to_thread(launch, self._spec, self._meter)
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -224,13 +217,15 @@ class VllmEngine(Engine):
                     counting = asyncio.ensure_future(self._count_tokens(engine, left_s()))
                     try:
                         results = await self.call_workers(method, *args, timeout_s=left_s())
-                        self._gate.outcome = self._read_replies(results)
+                        self._gate.outcome = reply_state(results)
                         boundaries = await counting
                     except BaseException:
                         counting.cancel()
                         raise
                     if self._gate.outcome == "ok":
-                        await self._wake_up(engine, left_s())
+                        if self._gate.is_asleep and self._spec.sleep_level:
+                            await self._within(engine.wake_up(tags=["kv_cache"]), left_s(), "wake-up of the cache")
+                        self._gate.is_asleep = False
                         for _, request, num_tokens in boundaries:
                             request.output.versions.append(num_tokens, version)
                         self._version = version
@@ -244,12 +239,6 @@ class VllmEngine(Engine):
             return CommitResult(
                 results=results, pause_s=resumed - paused, drain_s=paused - begin, resume_s=resumed - written
             )
-
-    async def _wake_up(self, engine: AsyncLLM, timeout_s: float) -> None:
-        """The last step out of sleep: the weights are written."""
-        if self._gate.is_asleep and self._spec.sleep_level:
-            await self._within(engine.wake_up(tags=["kv_cache"]), timeout_s, "wake-up of the cache")
-        self._gate.is_asleep = False
 
     async def sleep(self) -> None:
         if self._spec.sleep_level is None:
@@ -334,7 +323,7 @@ class VllmEngine(Engine):
         if self._dead_reason or self._llm is None:
             return
         self._dead_reason = reason
-        self._gate.close()
+        self._gate.end_limit()
         for request in self._requests.running.values():
             request.queue.put(EngineDead(f"engine is dead: {self._dead_reason}"))
         self._stopping.append(asyncio.ensure_future(asyncio.to_thread(shut_down, self._llm)))

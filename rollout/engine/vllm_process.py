@@ -82,12 +82,6 @@ def _die_with_the_server() -> None:
         os.close(nothing)
 
 
-def import_vllm() -> None:
-    """What `launch` imports, so that its seconds are measured apart from those of the model."""
-    import vllm.engine.arg_utils
-    import vllm.v1.engine.async_llm  # noqa: F401
-
-
 def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any]:
     """Import vLLM and start its processes (blocking). The engine, the tokens that end a response, and the tokenizer
     (None without `spec.tokenizer`), which finds stop strings in front of the engine; the engine itself has none.

@@ -60,8 +60,7 @@ class EngineGate:
         self._num_inside = 0
         self._is_dirty = False
         self._paused_at: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._limit: asyncio.Task[None] | None = None
         self.is_asleep = False
         """Set by the engine once it sleeps, and once a commit has woken it."""
         self.outcome: Outcome = "failed"
@@ -118,7 +117,7 @@ class EngineGate:
     async def pause(self) -> AsyncIterator[None]:
         """Around what a commit does, inside `closed`. Generation resumes at the end, unless the weights are a mixture;
         then the next commit begins in the same pause."""
-        self._stop_timer()
+        self.end_limit()
         self.outcome = "dirty" if self._is_dirty else "failed"
         if self._paused_at is None:
             self._paused_at = self._clock()
@@ -132,38 +131,29 @@ class EngineGate:
                     await self._end_pause()
             finally:
                 if self.is_paused:
-                    self._start_timer(max(0.0, self._pause_limit_s - self.paused_s))
+                    self._limit = asyncio.ensure_future(self._enforce_limit(self._pause_limit_s - self.paused_s))
 
-    def close(self) -> None:
-        """The engine has ended; its pause no longer matters."""
-        self._stop_timer()
-        if self._ending is not None:
-            self._ending.cancel()
+    def end_limit(self) -> None:
+        """A commit begins, or the engine has ended: the pause so far no longer matters."""
+        if self._limit is not None:
+            self._limit.cancel()
 
     async def _end_pause(self) -> None:
         await self._resume()
         self._paused_at = None
 
-    def _start_timer(self, delay_s: float) -> None:
-        def end() -> None:
-            self._ending = asyncio.ensure_future(self._enforce_limit())
-
-        self._timer = asyncio.get_running_loop().call_later(delay_s, end)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    async def _enforce_limit(self) -> None:
-        async with self._turn:  # a commit that has begun in the meantime may end the pause itself
-            if not self.is_paused or self.paused_s < self._pause_limit_s:
-                return
-            why = f"paused for {self.paused_s:.1f} s, allowed are {self._pause_limit_s:.1f} s"
-            if self._is_dirty:
-                self._give_up(f"its weights are a mixture of versions and no commit repaired them: {why}")
-                return
-            try:
-                await self._end_pause()
-            except Exception:
-                log.exception("a pause could not be ended (%s); trying again", why)
-                self._start_timer(_RETRY_S)
+    async def _enforce_limit(self, delay_s: float) -> None:
+        while self.is_paused:
+            await asyncio.sleep(delay_s)
+            async with self._turn:  # a commit that has begun in the meantime may end the pause itself
+                if not self.is_paused:
+                    return
+                why = f"paused for {self.paused_s:.1f} s, allowed are {self._pause_limit_s:.1f} s"
+                if self._is_dirty:
+                    self._give_up(f"its weights are a mixture of versions and no commit repaired them: {why}")
+                    return
+                try:
+                    await self._end_pause()
+                except Exception:
+                    log.exception("a pause could not be ended (%s); trying again", why)
+                    delay_s = _RETRY_S

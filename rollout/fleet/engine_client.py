@@ -91,15 +91,10 @@ class RayEngineClient:
 def actor_errors() -> tuple[type[Exception], ...]:
     """What Ray raises for a call to an actor that is gone or cannot be reached. One that the memory monitor of its node
     has killed fails with an `OutOfMemoryError`, which is no `RayActorError`."""
-    from ray.exceptions import (
-        LocalRayletDiedError,
-        NodeDiedError,
-        OutOfMemoryError,
-        RayActorError,
-        WorkerCrashedError,
-    )
+    from ray import exceptions as ray
 
-    return (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
+    lost_host = (ray.NodeDiedError, ray.LocalRayletDiedError)
+    return (ray.RayActorError, ray.OutOfMemoryError, ray.WorkerCrashedError, *lost_host)
 
 
 def is_actor_lost(error: BaseException) -> bool:

@@ -14,8 +14,7 @@ import asyncio
 import contextlib
 from collections import Counter, defaultdict
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,8 +48,8 @@ class PendingGeneration:
         self.response: asyncio.Future[TokenChunk] = asyncio.get_running_loop().create_future()
         self.has_lost_engine = False
         """The last one that it was sent to was lost."""
-        self.abort: Callable[[], None] = lambda: None
-        """Has the engine that it was sent to return it; does not wait."""
+        self.sent_as: tuple[str, str] | None = None
+        """Its engine, and its id there."""
         self._context = context
         self._chunks: list[TokenChunk] = []
         self.num_tokens = self._num_sent = 0
@@ -111,25 +110,6 @@ class PendingGeneration:
             self.response.set_result(join_chunks(self._chunks, finish_reason))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """One streaming call to one engine; the `Lease` of its requests there."""
-
-    group_key: str
-    engine: EngineClient
-    request_ids: Sequence[str]
-    requests: Sequence[PendingGeneration]
-
-    @property
-    def may_leave(self) -> bool:
-        return all(request.may_leave for request in self.requests if request.is_open)
-
-    def leave(self) -> None:
-        for request in self.requests:
-            request.leave()
-        self.engine.abort(self.request_ids)
-
-
 class GroupGenerator:
     """Generates for the samples of one group; an async context manager that leaves no task behind.
 
@@ -160,6 +140,8 @@ class GroupGenerator:
         self._key, self._order, self._min_version = key, order, min_version
         self._timeout_s, self._params_of = timeout_s, params_of
         self._batch: list[PendingGeneration] = []
+        self._aborts: defaultdict[str, list[str]] = defaultdict(list)
+        """By engine."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_calls = 0
         self.tokens_of = Counter[int]()
@@ -199,8 +181,18 @@ class GroupGenerator:
         try:
             return await request.response
         except asyncio.CancelledError:
-            request.abort()
+            if request.sent_as is not None:
+                if not self._aborts:
+                    asyncio.get_running_loop().call_soon(self._flush_aborts)
+                name, request_id = request.sent_as
+                self._aborts[name].append(request_id)
             raise
+
+    def _flush_aborts(self) -> None:
+        """Those of one turn of the event loop travel in one call, too: a cancelled group has many."""
+        aborts, self._aborts = self._aborts, defaultdict(list)
+        for name, request_ids in aborts.items():
+            self._engines[name].abort(request_ids)
 
     def _flush(self) -> None:
         batch, self._batch = self._batch, []
@@ -280,14 +272,25 @@ class GroupGenerator:
         """One streaming call to the engine `name`. False if it dies, hangs or has old weights: then it is excluded, and
         the requests continue elsewhere."""
         loads = dict(enumerate(request.load for request in requests))
+        engine = self._engines[name]
+
+        def leave() -> None:
+            for request in requests:
+                request.leave()
+            engine.abort(ids)
+
         try:
-            call = self._call(name, requests)
-            stream = call.engine.stream_group(
-                call.request_ids,
-                [request.token_ids() for request in requests],
-                [self._params(request) for request in requests],
+            ids = self._send(name, requests)
+            stream = engine.stream_group(
+                ids, [request.token_ids() for request in requests], [self._params(request) for request in requests]
             )
-            async with self._scheduler.holding(name, call), aclosing(stream):
+            stay = self._scheduler.holding(
+                name,
+                self._key,
+                may_leave=lambda: all(request.may_leave for request in requests if request.is_open),
+                leave=leave,
+            )
+            async with stay, aclosing(stream):
                 async for index, chunk in stream:
                     self._check_version(name, chunk)
                     requests[index].add(chunk)
@@ -303,7 +306,9 @@ class GroupGenerator:
             self._scheduler.release(name, tokens=sum(loads.values()), num_requests=len(loads))
         return True
 
-    def _call(self, name: str, requests: Sequence[PendingGeneration]) -> _Call:
+    def _send(self, name: str, requests: Sequence[PendingGeneration]) -> list[str]:
+        """The ids of the requests at the engine. Numbered within the call, too: a loop may request several responses of
+        one sample at once."""
         self._num_calls += 1
         recovered = [request.num_tokens for request in requests if request.has_lost_engine]
         migrated = [tokens for request in requests if (tokens := request.send())]
@@ -312,12 +317,10 @@ class GroupGenerator:
         moves["recovered_tokens"] += sum(recovered)
         moves["migrated_requests"] += len(migrated)
         moves["migrated_tokens"] += sum(migrated)
-        # Numbered within the call, too: a loop may request several responses of one sample at once.
         ids = [f"{self._key}/{one.sample_index}/{self._num_calls}.{number}" for number, one in enumerate(requests)]
-        engine = self._engines[name]
         for request, request_id in zip(requests, ids, strict=True):
-            request.abort = partial(engine.abort, [request_id])
-        return _Call(group_key=self._key, engine=engine, request_ids=ids, requests=requests)
+            request.sent_as = name, request_id
+        return ids
 
     def _params(self, request: PendingGeneration) -> SamplingParams:
         """Every submission has its own seed: a continuation must not replay the random numbers of its beginning. And it

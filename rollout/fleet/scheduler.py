@@ -18,12 +18,12 @@ import contextlib
 import itertools
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rollout.errors import EngineDead
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 
 Order = tuple[int, int]
@@ -43,22 +43,6 @@ def order_of(names: Sequence[str], *, worker: int, num_workers: int) -> list[str
     """
     first = worker * len(names) // num_workers
     return [*names[first:], *names[:first]]
-
-
-class Lease(Protocol):
-    """Requests of one group that are at one engine."""
-
-    @property
-    def group_key(self) -> str: ...
-
-    @property
-    def may_leave(self) -> bool:
-        """Whether it is worth what it costs to compute them again elsewhere."""
-        ...
-
-    def leave(self) -> None:
-        """Has the engine return them, which the holder then notices; does not wait."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,7 +73,8 @@ class _Engine:
         """It gets nothing new; what it has continues."""
         self.is_drained = False
         """Its groups went elsewhere, and it waits for a new group; others come only if they find no room."""
-        self.leases: dict[asyncio.Timeout, Lease] = {}
+        self.stays: dict[asyncio.Timeout, tuple[str, Callable[[], bool], Callable[[], None]]] = {}
+        """(group, `may_leave`, `leave`) of each `holding`, by what ends it."""
 
     @property
     def is_open(self) -> bool:
@@ -116,7 +101,7 @@ class RequestScheduler:
     Example:
         name = await scheduler.acquire("g7.0", (3, 7), tokens=4096, num_requests=8)
         try:
-            async with scheduler.holding(name, lease): ...
+            async with scheduler.holding(name, "g7.0", may_leave=may_leave, leave=leave): ...
         finally:
             scheduler.release(name, tokens=4096, num_requests=8)
     """
@@ -180,20 +165,27 @@ class RequestScheduler:
         self._admit()
 
     @contextlib.asynccontextmanager
-    async def holding(self, name: str, lease: Lease) -> AsyncIterator[None]:
-        """Around the stay of requests, which may be asked to leave. The block ends once `name` is excluded: raises
-        EngineDead, with the reason; the exclusion may also have come between `acquire` and this."""
+    async def holding(
+        self, name: str, group_key: str, *, may_leave: Callable[[], bool], leave: Callable[[], None]
+    ) -> AsyncIterator[None]:
+        """Around the stay of a group's requests. The block ends once `name` is excluded: raises EngineDead, with the
+        reason; the exclusion may also have come between `acquire` and this.
+
+        Args:
+            may_leave: whether it is worth what it costs to compute them again elsewhere.
+            leave: has the engine return them, which the holder then notices; does not wait.
+        """
         engine = self._engines[name]
         if engine.excluded is not None:
             raise EngineDead(engine.excluded)
-        limit, leases = asyncio.timeout(None), engine.leases
-        leases[limit] = lease
+        limit, stays = asyncio.timeout(None), engine.stays
+        stays[limit] = group_key, may_leave, leave
         try:
             async with limit:
                 try:
                     yield
                 finally:
-                    leases.pop(limit, None)
+                    stays.pop(limit, None)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -218,8 +210,8 @@ class RequestScheduler:
         if engine.excluded is None:
             engine.excluded = reason
         now = asyncio.get_running_loop().time()
-        leases, engine.leases = engine.leases, {}
-        for limit in leases:
+        stays, engine.stays = engine.stays, {}
+        for limit in stays:
             limit.reschedule(now)
         self._admit()
 
@@ -238,16 +230,16 @@ class RequestScheduler:
     def may_drain(self, name: str) -> bool:
         """Whether everything at `name` may leave now, and nothing may come back there: no group that it serves is
         between two turns, or waits for its rewards."""
-        leases = self._engine(name).leases.values()
+        stays = self._engine(name).stays.values()
         groups = {group_key for group_key, engine in self._engine_of.items() if engine == name}
-        return groups <= {lease.group_key for lease in leases} and all(lease.may_leave for lease in leases)
+        return groups <= {group_key for group_key, *_ in stays} and all(may_leave() for _, may_leave, _ in stays)
 
     def drain(self, name: str) -> None:
         """Has everything at `name` continue elsewhere, and keeps it empty until there is a new group."""
         engine = self._engine(name)
         engine.is_drained = True
-        for lease in engine.leases.values():
-            lease.leave()
+        for *_, leave in engine.stays.values():
+            leave()
 
     # State
 

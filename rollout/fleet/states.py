@@ -11,7 +11,7 @@ comes too late and is ignored: it is about an engine that has been replaced.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -62,16 +62,13 @@ def apply(record: EngineRecord, event: EventKind, *, incarnation: int, reason: s
     state = TRANSITIONS.get((record.state, event))
     if state is None or incarnation != record.incarnation:
         return None
-    num_pins = {"pin": record.num_pins + 1, "unpin": record.num_pins - 1}.get(event, 0)
-    match event:
-        case "joined" | "lost":
-            return replace(record, state=state, reason=reason if event == "lost" else "", num_pins=0)
-        case "pin" | "unpin":
-            return replace(record, state="pinned" if num_pins else "live", num_pins=num_pins)
-        case "restart":
-            return replace(record, state=state, incarnation=incarnation + 1)
-        case "retire":
-            return replace(record, state=state)
+    num_pins = record.num_pins + {"pin": 1, "unpin": -1}.get(event, -record.num_pins)
+    return EngineRecord(
+        incarnation=incarnation + (event == "restart"),
+        state="pinned" if num_pins else state,
+        reason={"lost": reason, "joined": ""}.get(event, record.reason),
+        num_pins=num_pins,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +117,5 @@ class WorkerReport:
     """Tokens of responses that they kept."""
     lost_tokens: int = 0
     """Generated for groups that came to nothing here."""
-    hanging_threads: int = 0
-    """Threads of tools and agents that still run calls that took too long."""
     lost_engines: Mapping[str, tuple[int, str]]
     """Engine -> (incarnation, why this worker sends it nothing more)."""

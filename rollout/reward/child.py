@@ -1,49 +1,32 @@
-"""The inside of a reward process: imports reward functions, calls them and replies. `call.py` describes the messages.
+"""The inside of a reward process: imports reward functions, calls them, and answers. `wire.py` describes the messages.
 
 The pipes belong to the protocol alone: what user code prints goes to stderr. A plain function is called in the main
-thread, outside of any event loop, one call at a time. The first call of an `async def` function opens an event loop;
-from then on the process takes only calls of it, many at once.
-The process never outlives its parent: its guards end it with everything that it started, and a closed pipe ends it.
+thread, outside of any event loop, one call after the other. The first call of an `async def` function opens an event
+loop, and from then on the process takes nothing but calls of it, many at once.
+The process never outlives its parent: its guards end it with all that it started, and a closed pipe ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import pickle
-import resource
 import signal
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import psutil
-
 from rollout.errors import DataError, RewardError
 from rollout.processes import exit_with_parent, fork_under_guards
-from rollout.reward.call import (
-    Begun,
-    Call,
-    Cancel,
-    Failed,
-    NotImported,
-    Reply,
-    Scored,
-    call,
-    call_async,
-    clip,
-    decode_call,
-    encode,
-    is_async,
-)
+from rollout.reward.call import call, call_async, clip, is_async
 from rollout.reward.registry import load
+from rollout.reward.wire import Begun, Call, Cancel, Failed, NotImported, Scored, decode_call, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from rollout.reward.call import RewardRequest
+    from rollout.reward.call import RewardRequest, RewardResult
     from rollout.reward.registry import RewardFn
 
 MAX_THREADS = 1024
@@ -56,7 +39,7 @@ def main(parent_pid: int) -> None:
         fork_under_guards(parent_pid)
     else:
         exit_with_parent(parent_pid)
-    requests, replies = _take_protocol_pipes()
+    requests, answers = _take_protocol_pipes()
     functions: dict[str, RewardFn] = {}
     for line in requests:
         message = decode_call(line)
@@ -66,54 +49,42 @@ def main(parent_pid: int) -> None:
             if message.target not in functions:
                 functions[message.target] = load(message.target)
         except DataError as error:
-            _reply(replies, NotImported(number=message.number, error=clip(str(error))))
+            _answer(answers, NotImported(number=message.number, error=clip(str(error))))
             continue
         function = functions[message.target]
-        _reply(replies, Begun(number=message.number, is_async=is_async(function)))
+        _answer(answers, Begun(number=message.number, is_async=is_async(function)))
         if is_async(function):
-            asyncio.run(_serve_async(function, requests, replies))
+            asyncio.run(_serve_async(function, requests, answers))
         if message.request is not None:
-            try:
-                with _limits(message):
-                    reply = Scored(number=message.number, result=call(function, _request(message)))
-            except RewardError as error:
-                reply = Failed(number=message.number, error=str(error))
-            _reply(replies, reply)
+            _answer(answers, _score(function, message))
 
 
 def _take_protocol_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Moves the pipes away from stdin and stdout, so that a `print` in a reward cannot break the protocol."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    return requests, replies
+    return requests, answers
 
 
-def _reply(replies: BinaryIO, message: Reply) -> None:
-    replies.write(encode(message))
-    replies.flush()
+def _answer(answers: BinaryIO, message: Begun | NotImported | Scored | Failed) -> None:
+    answers.write(encode(message))
+    answers.flush()
 
 
-@contextlib.contextmanager
-def _limits(message: Call) -> Iterator[None]:
-    """Past the processor time the default action of a signal ends the process, also within a single operation; past the
-    memory an allocation raises MemoryError."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    if message.memory_limit_bytes is not None:
-        limit = psutil.Process().memory_info().vms + message.memory_limit_bytes
-        others = [other for other in before if other != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min([limit, *others]), before[1]))
-    if message.cpu_limit_s is not None:
+def _score(function: RewardFn, message: Call) -> Scored | Failed:
+    if message.cpu_limit_s is not None:  # its default action ends the process, also inside of a single operation
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, message.cpu_limit_s)
     try:
-        yield
+        return _scored(message, call(function, _request(message)))
+    except RewardError as error:
+        return Failed(number=message.number, error=str(error))
     finally:
         if message.cpu_limit_s is not None:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _request(message: Call) -> RewardRequest:
@@ -124,8 +95,15 @@ def _request(message: Call) -> RewardRequest:
         raise RewardError(clip(f"cannot take the prompt's metadata: {type(error).__name__}: {error}")) from error
 
 
+def _scored(message: Call, result: RewardResult) -> Scored:
+    return Scored(number=message.number, reward=result.reward, parts=dict(result.parts))
+
+
+# ---------------------------------------------------------------- async functions
+
+
 class _Threads(ThreadPoolExecutor):
-    """Knows what runs in it: a thread continues after the call that waited for it was cancelled."""
+    """Knows what runs in it: a thread goes on after the call that waited for it was cancelled."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=MAX_THREADS)
@@ -138,7 +116,7 @@ class _Threads(ThreadPoolExecutor):
         return future
 
 
-async def _serve_async(function: RewardFn, requests: BinaryIO, replies: BinaryIO) -> None:
+async def _serve_async(function: RewardFn, requests: BinaryIO, answers: BinaryIO) -> None:
     """Consumes: calls. Waits for: the next one. Unblocked by: the end of the pipe.
 
     Does not return: threads of the reward may never end.
@@ -157,24 +135,23 @@ async def _serve_async(function: RewardFn, requests: BinaryIO, replies: BinaryIO
     running: dict[int, asyncio.Task[None]] = {}
 
     async def run(message: Call) -> None:
-        number = message.number
         try:
             async with asyncio.timeout(message.timeout_s):
-                reply = Scored(number=number, result=await call_async(function, _request(message)))
+                answer = _scored(message, await call_async(function, _request(message)))
         except RewardError as error:
-            reply = Failed(number=number, error=str(error))
+            answer = Failed(number=message.number, error=str(error))
         except TimeoutError:
             text = f"the call took longer than {message.timeout_s:g} s; it was cancelled"
             num_stuck = max(0, len(threads.busy) - len(running) + 1)  # this call has ended
-            reply = Failed(number=number, error=text, is_timeout=True, num_stuck=num_stuck)
-        _reply(replies, reply)
+            answer = Failed(number=message.number, error=text, num_stuck=num_stuck)
+        _answer(answers, answer)
 
     while (message := await messages.get()) is not None:
         if isinstance(message, Cancel):
             if task := running.get(message.number):
                 task.cancel()
             continue
-        _reply(replies, Begun(number=message.number, is_async=True))
+        _answer(answers, Begun(number=message.number, is_async=True))
         if message.request is not None:
             task = running[message.number] = asyncio.create_task(run(message))
             task.add_done_callback(lambda _, number=message.number: running.pop(number))

@@ -76,6 +76,7 @@ class FakeEngine:
     """Requests that it has."""
     most: int = 0
     """The most that it had at once."""
+    num_abort_calls: int = 0
     aborted: set[str] = field(default_factory=set)
     """All that it was ever asked to give back."""
     leaving: set[str] = field(default_factory=set)
@@ -117,6 +118,7 @@ class FakeEngine:
             self.leaving.difference_update(request_ids)
 
     def abort(self, request_ids: Sequence[str]) -> None:
+        self.num_abort_calls += 1
         self.aborted.update(request_ids)
         running = {one for call in self.calls if not call.is_closed for one in call.request_ids}
         self.leaving |= running.intersection(request_ids)

@@ -259,7 +259,7 @@ class ScriptedEngine(Engine):
 
     async def close(self) -> None:
         self._dead_reason = "closed"
-        self._gate.close()
+        self._gate.end_limit()
         await self.wake()
 
     def _check_alive(self) -> None:

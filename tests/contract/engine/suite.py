@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -84,10 +84,23 @@ class EngineContract:
     async def kill(self, engine: Engine) -> None:
         raise NotImplementedError
 
-    def assert_labels(self, response: Response) -> None:
+    def begin(self, engine: Engine, request_id: str, **params: Any) -> asyncio.Future[Response]:
+        """A response of `long_tokens`, unless `params` ask for another."""
+        sampling = SamplingParams(**({"max_tokens": self.long_tokens, "seed": 1} | params))
+        return asyncio.ensure_future(collect(engine, request_id, sampling))
+
+    async def short(self, engine: Engine, request_id: str, **params: Any) -> Response:
+        return await asyncio.wait_for(self.begin(engine, request_id, max_tokens=5, **params), 30)
+
+    def assert_idle(self, engine: Engine) -> None:
+        assert engine.status().running == engine.status().unstarted == 0
+
+    def assert_labels(self, response: Response, *versions: int) -> None:
+        """Also that all of `versions` and no others sampled it, if they are given."""
         tokens, labels = response.tokens, response.labels
         assert len(tokens) == len(labels)
         wrong = [(i, t, v) for i, (t, v) in enumerate(zip(tokens, labels, strict=True)) if t not in self.letters(v)]
+        assert not versions or set(labels) == set(versions)
         assert not wrong, f"{len(wrong)} tokens carry the wrong version, first (index, token, label): {wrong[:5]}"
 
     async def test_chunks_are_bounded_and_only_the_last_has_a_reason(self, engine: Engine) -> None:
@@ -102,33 +115,26 @@ class EngineContract:
             assert len(chunk.logprobs) == len(chunk.token_ids) == len(chunk.versions)
         assert (response.logprobs <= 0).all()
 
-    async def test_the_load_counts_the_requests_that_are_inside(self, engine: Engine) -> None:
-        assert (engine.load().running, engine.load().waiting) == (0, 0)
-        params = SamplingParams(max_tokens=self.long_tokens, seed=1)
-        running = [asyncio.ensure_future(collect(engine, f"load-{i}", params)) for i in range(3)]
-        async with asyncio.timeout(60):
-            while engine.load().running < 3:
-                assert not all(task.done() for task in running)
-                await asyncio.sleep(0)
-        await asyncio.gather(*running)
-        load = engine.load()
-        assert (load.running, load.waiting) == (0, 0)
-        assert load.kv_usage_frac in (None, 0.0)
-
-    async def test_it_knows_for_how_long_it_had_requests(self, engine: Engine) -> None:
+    async def test_the_load_counts_the_requests_that_are_inside_and_for_how_long_there_are_any(
+        self, engine: Engine
+    ) -> None:
         def times() -> EngineTimes:
             found = engine.load().times
             assert found is not None
             return found
 
+        assert (engine.load().running, engine.load().waiting) == (0, 0)
         before = times()
-        params = SamplingParams(max_tokens=self.long_tokens, seed=1)
-        running = [asyncio.ensure_future(collect(engine, f"busy-{i}", params)) for i in range(2)]
-        while not engine.load().running:
-            await asyncio.sleep(0)
+        running = [self.begin(engine, f"load-{i}") for i in range(3)]
+        async with asyncio.timeout(60):
+            while engine.load().running < 3:
+                assert not all(task.done() for task in running)
+                await asyncio.sleep(0)
         during = times()
         await asyncio.gather(*running)
-        after = times()
+        load, after = engine.load(), times()
+        assert (load.running, load.waiting) == (0, 0)
+        assert load.kv_usage_frac in (None, 0.0)
         assert before.busy_s <= during.busy_s < after.busy_s
         assert after.busy_s - before.busy_s <= after.up_s - before.up_s
         await asyncio.sleep(0.05)
@@ -138,20 +144,16 @@ class EngineContract:
 
     async def test_every_token_carries_the_version_that_sampled_it(self, engine: Engine) -> None:
         first = engine.version
-        requests = [
-            collect(
-                engine,
-                f"label-{i}",
-                SamplingParams(
-                    max_tokens=self.long_tokens + i,
-                    temperature=float(i % 2),
-                    seed=i,
-                    stop=("never said",) * (i % 4 == 3),
-                ),
-            )
+        params = [
+            {
+                "max_tokens": self.long_tokens + i,
+                "temperature": i % 2,
+                "seed": i,
+                "stop": ("never said",) * (i % 4 == 3),
+            }
             for i in range(32)
         ]
-        running = asyncio.gather(*requests)
+        running = asyncio.gather(*(self.begin(engine, f"label-{i}", **one) for i, one in enumerate(params)))
         for version in range(first + 1, first + 1 + self.num_commits):
             await self.wait_for_tokens(engine, 32 * self.long_tokens // (2 * self.num_commits))
             await self.commit(engine, version)
@@ -174,8 +176,7 @@ class EngineContract:
             engine._spec = spec
 
     async def test_recomputed_requests_continue_under_the_new_version(self, engine: Engine) -> None:
-        params = [SamplingParams(max_tokens=self.long_tokens, seed=i) for i in range(4)]
-        running = asyncio.gather(*[collect(engine, f"recompute-{i}", p) for i, p in enumerate(params)])
+        running = asyncio.gather(*(self.begin(engine, f"recompute-{i}", seed=i) for i in range(4)))
         first = engine.version
         with self.in_flight(engine, "recompute"):
             for version in (first + 1, first + 2):
@@ -183,12 +184,10 @@ class EngineContract:
                 await self.commit(engine, version)
         for response in await asyncio.wait_for(running, 60):
             assert (len(response.tokens), response.finish_reason) == (self.long_tokens, "length")
-            assert set(response.labels) == {first, first + 1, first + 2}
-            self.assert_labels(response)
+            self.assert_labels(response, first, first + 1, first + 2)
 
     async def test_aborted_requests_come_back_at_the_commit_with_the_tokens_they_had(self, engine: Engine) -> None:
-        params = [SamplingParams(max_tokens=self.long_tokens, seed=i) for i in range(4)]
-        running = asyncio.gather(*[collect(engine, f"given-back-{i}", p) for i, p in enumerate(params)])
+        running = asyncio.gather(*(self.begin(engine, f"given-back-{i}", seed=i) for i in range(4)))
         first = engine.version
         with self.in_flight(engine, "abort"):
             await self.wait_for_tokens(engine, 40)
@@ -196,11 +195,10 @@ class EngineContract:
         for response in await asyncio.wait_for(running, 30):
             assert response.finish_reason == "abort"
             assert 0 < len(response.tokens) < self.long_tokens
-            assert set(response.labels) == {first}
-            self.assert_labels(response)
-        after = await collect(engine, "after-the-abort", SamplingParams(max_tokens=5, seed=1))
+            self.assert_labels(response, first)
+        after = await self.short(engine, "after-the-abort")
         assert set(after.labels) == {first + 1}
-        assert engine.status().running == engine.status().unstarted == 0
+        self.assert_idle(engine)
 
     async def wait_for_tokens(self, engine: Engine, num_tokens: int) -> None:
         """Until the running requests generated `num_tokens` more, or nothing runs."""
@@ -219,23 +217,19 @@ class EngineContract:
         version = engine.version + 1
         committing = asyncio.ensure_future(self.commit(engine, version))
         await self.wait_for_pause(engine)
-        response = await collect(engine, "at-the-gate", SamplingParams(max_tokens=5, seed=1))
+        response = await self.short(engine, "at-the-gate")
         await committing
-        assert set(response.labels) == {version}
-        self.assert_labels(response)
+        self.assert_labels(response, version)
 
     @pytest.mark.parametrize("outcome", ["ends", "stops"])
     async def test_the_end_token_is_part_of_the_completion(self, engine: Engine, outcome: str) -> None:
         token = self.stop_token if outcome == "ends" else self.extra_stop_token
         await self.commit(engine, engine.version + 1, outcome=outcome)
         response = await collect(engine, "stop", SamplingParams(max_tokens=50, seed=1))
-        assert response.finish_reason == "stop"
-        assert response.tokens[-1] == token
-        assert response.tokens.count(token) == 1
+        assert (response.finish_reason, response.tokens[-1], response.tokens.count(token)) == ("stop", token, 1)
         assert len(response.labels) == len(response.logprobs) == len(response.tokens)
         onward = await collect(engine, "no-stop", SamplingParams(max_tokens=50, seed=1, ignore_eos=True))
-        assert onward.finish_reason == "length"
-        assert len(onward.tokens) == 50
+        assert (onward.finish_reason, len(onward.tokens)) == ("length", 50)
         await self.commit(engine, engine.version + 1)
 
     async def test_the_token_that_completes_a_stop_string_is_the_last_one(self, engine: Engine) -> None:
@@ -248,7 +242,7 @@ class EngineContract:
         assert (response.tokens, response.finish_reason) == (free.tokens[:num_tokens], "stop")
         assert response.logprobs.tobytes() == free.logprobs[:num_tokens].tobytes()
         self.assert_labels(response)
-        assert engine.status().running == engine.status().unstarted == 0
+        self.assert_idle(engine)
         # An end token is no reason to look for no text, and the other way round.
         onward = await collect(engine, "onward", replace(params, stop=(stop,), ignore_eos=True))
         assert (onward.tokens, onward.finish_reason) == (response.tokens, "stop")
@@ -268,7 +262,7 @@ class EngineContract:
         assert (response.tokens, response.finish_reason) == (free[:num_new], "stop")
         assert len(response.logprobs) == num_new
         self.assert_labels(response)
-        assert engine.status().running == engine.status().unstarted == 0
+        self.assert_idle(engine)
 
     async def test_abort_ends_the_stream_with_what_it_has(self, engine: Engine) -> None:
         chunks = []
@@ -301,7 +295,7 @@ class EngineContract:
         await anext(stream)
         assert engine.status().running == 1
         await stream.aclose()
-        assert engine.status().running == engine.status().unstarted == 0
+        self.assert_idle(engine)
         again = await collect(engine, "closed-early", SamplingParams(max_tokens=3, seed=1))
         assert len(again.tokens) == 3
 
@@ -313,22 +307,21 @@ class EngineContract:
         with pytest.raises(ValueError, match=str(self.max_model_len)):
             overlong = np.full(self.max_model_len + 1, 5, np.int32)
             await collect(engine, "overlong", SamplingParams(max_tokens=3), overlong)
-        assert engine.status().running == engine.status().unstarted == 0
+        self.assert_idle(engine)
 
     async def test_a_refused_commit_keeps_the_version_and_generation(self, engine: Engine) -> None:
         before = engine.version
-        running = asyncio.ensure_future(collect(engine, "refused", SamplingParams(max_tokens=self.long_tokens, seed=1)))
+        running = self.begin(engine, "refused")
         await self.wait_for_tokens(engine, 1)
         await self.commit(engine, before + 1, outcome="failed")
         response = await asyncio.wait_for(running, 30)
         assert engine.version == before
-        assert set(response.labels) == {before}
-        self.assert_labels(response)
+        self.assert_labels(response, before)
         assert engine.status().paused_s == 0
 
     async def test_a_mixture_stays_paused_until_a_commit_repairs_it(self, engine: Engine) -> None:
         before = engine.version
-        running = asyncio.ensure_future(collect(engine, "mixture", SamplingParams(max_tokens=self.long_tokens, seed=1)))
+        running = self.begin(engine, "mixture")
         await self.wait_for_tokens(engine, 1)
         await self.commit(engine, before + 1, outcome="dirty")
         await asyncio.sleep(0.05)
@@ -345,7 +338,7 @@ class EngineContract:
 
     async def test_a_commit_ends_well_when_its_caller_goes_away(self, engine: Engine) -> None:
         version = engine.version + 1
-        running = asyncio.ensure_future(collect(engine, "caller", SamplingParams(max_tokens=self.long_tokens, seed=1)))
+        running = self.begin(engine, "caller")
         await self.wait_for_tokens(engine, 1)
         committing = asyncio.ensure_future(self.commit(engine, version))
         await self.wait_for_pause(engine)
@@ -363,7 +356,7 @@ class EngineContract:
     async def test_an_engine_without_a_sleep_level_refuses_to_sleep(self, engine: Engine) -> None:
         with pytest.raises(ValueError, match="sleep_level"):
             await engine.sleep()
-        assert len((await collect(engine, "awake", SamplingParams(max_tokens=5, seed=1))).tokens) == 5
+        assert len((await self.short(engine, "awake")).tokens) == 5
 
     async def test_a_sleep_that_arrives_during_a_commit_waits_for_its_end(self, sleeper: Engine) -> None:
         order: list[str] = []
@@ -373,7 +366,7 @@ class EngineContract:
             order.append(name)
 
         before = sleeper.version
-        running = asyncio.ensure_future(collect(sleeper, "before", SamplingParams(max_tokens=10_000, seed=1)))
+        running = self.begin(sleeper, "before", max_tokens=10_000)
         await self.wait_for_tokens(sleeper, 1)
         committing = asyncio.ensure_future(noting("commit", self.commit(sleeper, before + 1)))
         await self.wait_for_pause(sleeper)
@@ -391,9 +384,8 @@ class EngineContract:
         await asyncio.sleep(0)
         await asyncio.wait_for(self.commit(sleeper, before + 1), 10)
         assert falling_asleep.done()
-        response = await asyncio.wait_for(collect(sleeper, "woken", SamplingParams(max_tokens=5, seed=1)), 30)
-        assert set(response.labels) == {before + 1}
-        self.assert_labels(response)
+        response = await self.short(sleeper, "woken")
+        self.assert_labels(response, before + 1)
 
     async def test_a_refused_commit_leaves_a_sleeping_engine_asleep(self, sleeper: Engine) -> None:
         before = sleeper.version
@@ -411,27 +403,28 @@ class EngineContract:
         await self.assert_asleep_until_committed(sleeper, before + 1)
 
     async def assert_asleep_until_committed(self, engine: Engine, version: int) -> None:
-        waiting = asyncio.ensure_future(collect(engine, f"waits-for-{version}", SamplingParams(max_tokens=5, seed=1)))
+        waiting = self.begin(engine, f"waits-for-{version}", max_tokens=5)
         await asyncio.sleep(0.05)
         assert not waiting.done()
         assert engine.status().unstarted == 1
         await asyncio.wait_for(self.commit(engine, version), 10)
         response = await asyncio.wait_for(waiting, 30)
-        assert set(response.labels) == {version}
-        self.assert_labels(response)
+        self.assert_labels(response, version)
         assert engine.status().paused_s == 0
 
     async def test_zz_a_dead_engine_tells_everyone(self, engine: Engine) -> None:
         """Last on purpose: the engine may be shared by the whole module."""
-        running = [collect(engine, f"dying-{i}", SamplingParams(max_tokens=10_000)) for i in range(3)]
+        running = (self.begin(engine, f"dying-{i}", max_tokens=10_000) for i in range(3))
         ends = asyncio.gather(*running, return_exceptions=True)
         await self.wait_for_tokens(engine, 1)
         await self.kill(engine)
         assert [type(end) for end in await asyncio.wait_for(ends, 30)] == [EngineDead] * 3
-        with pytest.raises(EngineDead):
-            await collect(engine, "too-late", SamplingParams(max_tokens=3))
-        with pytest.raises(EngineDead):
-            await engine.call_workers("anything", timeout_s=1.0)
-        with pytest.raises(EngineDead):
-            await engine.commit(99, "anything", timeout_s=1.0)
+        late = (
+            self.begin(engine, "late"),
+            engine.call_workers("x", timeout_s=1.0),
+            engine.commit(99, "x", timeout_s=1.0),
+        )
+        for call in late:
+            with pytest.raises(EngineDead):
+                await call
         assert engine.status().is_dead

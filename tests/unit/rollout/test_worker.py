@@ -5,12 +5,14 @@ import math
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from rollout.errors import RewardError
+from rollout.buffer.rollout_buffer import RolloutBuffer
+from rollout.errors import BaselineError, RewardError
 from rollout.fleet.scheduler import NoReplica
 from rollout.reward.call import RewardResult
 from rollout.types import Prompt, RolloutRequest, SamplingParams, Trajectory
@@ -216,23 +218,27 @@ async def test_a_deadline_of_the_engines_own_is_not_the_requests() -> None:
     assert other.calls[0].token_ids[0] != item().prompt.token_ids.tolist(), "from what it had"
 
 
-@in_virtual_time
-async def test_a_failed_reward_marks_its_trajectory_and_nothing_else() -> None:
+def fails_at(call: int) -> Any:
+    """A reward that fails at this call."""
     num_calls = 0
 
-    async def fails_once(prompt: Prompt, text: str) -> RewardResult:
+    async def score(prompt: Prompt, text: str) -> RewardResult:
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 2:
+        if num_calls == call:
             raise RewardError("took longer than 10 s")
         return RewardResult(reward=1.0)
 
-    group = await worker(FakeEngine("e0"), score=fails_once).run_group(item())
-    assert sorted(trajectory.status for trajectory in group.trajectories) == ["failed"] + ["truncated"] * 3
-    (failed,) = [trajectory for trajectory in group.trajectories if trajectory.status == "failed"]
+    return score
+
+
+@in_virtual_time
+async def test_a_failed_reward_marks_its_trajectory_and_nothing_else() -> None:
+    group = await worker(FakeEngine("e0"), score=fails_at(2), greedy_baseline=True).run_group(item())
+    assert [trajectory.status for trajectory in group.generated] == ["truncated", "failed"] + ["truncated"] * 3
+    failed = group.trajectories[1]
     assert math.isnan(failed.reward)
-    assert failed.error == "took longer than 10 s"
-    assert failed.text
+    assert (failed.error, failed.text) == ("took longer than 10 s", group.trajectories[0].text)
 
 
 @in_virtual_time
@@ -246,6 +252,7 @@ async def test_a_cancelled_group_aborts_its_requests_and_returns_the_load() -> N
     await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled()
     assert engine.calls[0].is_closed
+    assert engine.num_abort_calls <= 1, "all in one call"
     assert busy.report().in_flight == {"e0": 0}
     lost = busy.report().lost_tokens
     assert 0 < lost < 4 * MAX_TOKENS
@@ -317,3 +324,71 @@ async def test_an_evaluation_does_not_move_to_another_engine() -> None:
 
 def test_the_spec_pickles() -> None:
     assert pickle.loads(pickle.dumps(spec())) == spec()
+
+
+# The greedy response of a group: generated and scored like the others, and the group fails without it
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+@in_virtual_time
+async def test_a_group_has_one_more_response_that_is_greedy_and_scored(group_size: int) -> None:
+    engine = FakeEngine("e0", version=2)
+    group = await worker(engine, group_size=group_size, greedy_baseline=True).run_group(item(start_version=2))
+    assert [t.sample_index for t in group.trajectories] == list(range(group_size))
+    assert group.baseline is not None
+    assert (group.baseline.sample_index, group.baseline.reward) == (group_size, 20.0)
+    assert generated(group.baseline) == ANSWER
+    (call,) = engine.calls
+    *sampled, greedy = call.params
+    assert {(p.temperature, p.seed is None) for p in sampled} == {(0.7, False)}
+    assert greedy == SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    assert group.num_generated_tokens == (group_size + 1) * MAX_TOKENS
+
+
+def test_sampled_responses_do_not_depend_on_whether_there_is_a_baseline() -> None:
+    async def seeds(**changes: Any) -> list[int | None]:
+        engine = FakeEngine("e0")
+        await worker(engine, **changes).run_group(item())
+        return [one.seed for one in engine.calls[0].params]
+
+    assert run_virtual(seeds()) == run_virtual(seeds(greedy_baseline=True))[:4]
+
+
+@in_virtual_time
+async def test_a_baseline_survives_the_death_of_its_engine_and_its_tokens_obey_the_bound() -> None:
+    engines = FakeEngine("e0", version=3, die_after_chunks=7), FakeEngine("e1", version=4)
+    busy = worker(*engines, greedy_baseline=True, group_size=2)
+    group = await busy.run_group(item(start_version=3))
+    assert group.baseline is not None
+    assert generated(group.baseline) == ANSWER
+    assert segments(group.baseline) == [(3, 6), (4, 14)]
+    assert [one.temperature for one in engines[1].calls[0].params] == [0.7, 0.7, 0.0]
+    with pytest.raises(NoReplica, match="policy version 4 although 5 is live"):
+        await busy.run_group(replace(item(start_version=5), group_id=6))
+
+
+@in_virtual_time
+async def test_a_baseline_without_a_reward_fails_the_group_and_the_buffer_retries_it_with_the_live_version() -> None:
+    engine = FakeEngine("e0")
+    busy = worker(engine, score=fails_at(3), group_size=2, greedy_baseline=True)
+    buffer = RolloutBuffer(groups_per_step=1, max_staleness=0, max_retries=1, max_filtered_batches_per_step=4)
+    buffer.admit(item().prompt)
+    first = await buffer.claim()
+    with pytest.raises(BaselineError, match="the greedy response to prompt train/1 failed: took longer than 10 s"):
+        await busy.run_group(first)
+    assert buffer.fail(first.group_id, BaselineError("x")) == "retried"
+    group = await busy.run_group(await buffer.claim())
+    assert group.baseline is not None
+    buffer.finish(group)
+    assert await buffer.take(0) == [group]
+    assert buffer.stats().discarded_tokens == 0
+
+
+@in_virtual_time
+async def test_equal_rewards_are_those_that_teach_nothing() -> None:
+    group = await worker(FakeEngine("e0"), greedy_baseline=True).run_group(item())
+    assert group.has_equal_rewards
+    assert group.baseline is not None
+    other = replace(group, baseline=replace(group.baseline, reward=0.0))
+    assert not other.has_equal_rewards
+    assert replace(other, baseline=None).has_equal_rewards

@@ -23,6 +23,8 @@ from tests.fakes.virtual_time import in_virtual_time
 from tests.unit.rollout.test_worker import ANSWER, Numbers, generated, item, length_score, spec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rollout.agent.loop import AgentLoop, Generate
     from rollout.types import Prompt
 
@@ -149,16 +151,22 @@ def failing_on_odd_calls(fail: Any) -> AgentLoop:
     return Played(run)
 
 
-async def raises(*_: Any) -> Any:
-    raise KeyError("tool")
+def raises(error: BaseException) -> Any:
+    async def run(*_: Any) -> Any:
+        raise error
+
+    return run
+
+
+def asks(of: Callable[[np.ndarray], np.ndarray] = lambda prompt: prompt, max_tokens: Any = 1, **how: Any) -> Any:
+    async def run(prompt: Prompt, _: int, generate: Generate) -> Any:
+        await generate(of(prompt.token_ids), max_tokens, **how)
+
+    return run
 
 
 async def hangs(*_: Any) -> Any:
     await asyncio.sleep(10_000)
-
-
-async def exits(*_: Any) -> Any:
-    raise SystemExit("3 + 4")
 
 
 async def waits_for_what_others_cancelled(*_: Any) -> Any:
@@ -184,26 +192,6 @@ async def returns_nothing(*_: Any) -> Any:
     return None
 
 
-async def asks_for_nothing(prompt: Prompt, _: int, generate: Generate) -> Any:
-    await generate(prompt.token_ids, 0)
-
-
-async def stops_at_nothing(prompt: Prompt, _: int, generate: Generate) -> Any:
-    await generate(prompt.token_ids, 1, stop=["a", ""])
-
-
-async def asks_for_half_a_token(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
-    await generate(prompt.token_ids, max_tokens / 2)  # type: ignore[arg-type]
-
-
-async def continues_fractions(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
-    await generate(prompt.token_ids / 2, max_tokens)
-
-
-async def continues_two_rows(prompt: Prompt, max_tokens: int, generate: Generate) -> Any:
-    await generate(np.stack([prompt.token_ids, prompt.token_ids]), max_tokens)
-
-
 async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
     class Broken:
         async def step(self, turns: tuple[Turn, ...]) -> Reply:
@@ -215,18 +203,21 @@ async def rewards_with_nan(prompt: Prompt, max_tokens: int, generate: Generate) 
 @pytest.mark.parametrize(
     ("fail", "message"),
     [
-        (raises, r"agent loop 'mine.make': raised KeyError: 'tool' \(test_worker_agent.py:\d+\)"),
-        (exits, r"raised SystemExit: 3 \+ 4"),
+        (raises(KeyError("tool")), r"agent loop 'mine.make': raised KeyError: 'tool' \(test_worker_agent.py:\d+\)"),
+        (raises(SystemExit("3 + 4")), r"raised SystemExit: 3 \+ 4"),
         (waits_for_what_others_cancelled, "raised CancelledError"),
         (returns_lists, "raised AttributeError: 'list' object has no attribute 'tolist'"),
         (replies_with_text, r"raised ValueError: context must be token ids in one row, got float64 of shape \(2,\)"),
         (hangs, r"the trajectory took longer than task.agent_timeout_s=100"),
         (returns_nothing, "returned a NoneType; return what TrajectoryBuilder.finish"),
-        (asks_for_nothing, "needs max_tokens >= 1 and whole, got 0"),
-        (asks_for_half_a_token, "needs max_tokens >= 1 and whole, got 10.0"),
-        (continues_fractions, r"needs whole numbers in one row, got float64 of shape \(\d+,\)"),
-        (continues_two_rows, r"needs whole numbers in one row, got int32 of shape \(2, \d+\)"),
-        (stops_at_nothing, r"needs stop strings that are not empty, got \['a', ''\]"),
+        (asks(max_tokens=0), "needs max_tokens >= 1 and whole, got 0"),
+        (asks(max_tokens=10.0), "needs max_tokens >= 1 and whole, got 10.0"),
+        (asks(lambda prompt: prompt / 2), r"needs whole numbers in one row, got float64 of shape \(\d+,\)"),
+        (
+            asks(lambda prompt: np.stack([prompt, prompt])),
+            r"needs whole numbers in one row, got int32 of shape \(2, \d+\)",
+        ),
+        (asks(stop=["a", ""]), r"needs stop strings that are not empty, got \['a', ''\]"),
         (rewards_with_nan, "raised ValueError: reward of a turn must be a finite number, got nan"),
     ],
 )
@@ -345,7 +336,7 @@ async def test_a_generation_that_is_cancelled_before_there_was_room_never_gets_t
 @in_virtual_time
 async def test_a_loop_that_always_fails_fails_the_group_with_its_reason() -> None:
     with pytest.raises(AgentError, match=r"no sample of prompt train/1 ended: agent loop .* raised KeyError"):
-        await agent_worker(Played(raises), FakeEngine("e0")).run_group(item())
+        await agent_worker(Played(raises(KeyError("tool"))), FakeEngine("e0")).run_group(item())
 
 
 @in_virtual_time

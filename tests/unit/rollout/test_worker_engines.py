@@ -19,13 +19,14 @@ from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine, expected_answer
 from tests.fakes.local_actor import LocalActor, ServedWorker, view_of, watched
 from tests.fakes.virtual_time import in_virtual_time
+from tests.unit.rollout.fleet.test_scheduler import Holder
 from tests.unit.rollout.test_worker import ANSWER, MAX_TOKENS, generated, item, segments, worker
 from tests.unit.rollout.test_worker_agent import Countdown, Played, agent_worker
 from trainer.driver.engine_monitor import POLL_S
 from trainer.driver.fleet import Fleet
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
     from rollout.agent.loop import Generate
     from rollout.types import Group, Prompt, Trajectory
@@ -186,7 +187,7 @@ async def test_a_worker_sends_a_new_group_past_an_engine_that_others_fill() -> N
     first, second = worker(*engines), worker(*engines)
     actors = {engine.name: LocalActor(engine) for engine in engines}
     fleet = Fleet(actors, [LocalActor(ServedWorker(first)), LocalActor(ServedWorker(second))], group_timeout_s=1e6)
-    watch = asyncio.create_task(fleet.watch(needs_groups=lambda: False))
+    watch = asyncio.create_task(fleet.watch(needs_groups=lambda: False, needs_engines=lambda: True))
     hanging = asyncio.create_task(first.run_group(item()))
     await asyncio.sleep(3 * POLL_S)
     await second.run_group(item(group_id=6))
@@ -220,12 +221,7 @@ async def test_with_room_for_one_the_next_responses_wait_as_long_as_those_before
 
 
 @in_virtual_time
-async def test_with_room_for_all_no_one_waits() -> None:
-    assert waits([await worker(slow(), greedy_baseline=True, **bounds(5)).run_group(item())]) == [[0.0] * 5]
-
-
-@in_virtual_time
-async def test_a_rest_of_the_only_engine_and_the_loss_of_one_count_as_waits() -> None:
+async def test_a_pin_of_the_only_engine_and_the_loss_of_one_count_as_waits() -> None:
     busy = worker(slow("e0", die_after_chunks=2), slow("e1"), group_size=1, **bounds(1))
     busy.update(view_of(e1="pinned"), {})
     running = asyncio.create_task(busy.run_group(item()))  # to e0, which is dead at 3 s
@@ -260,12 +256,6 @@ def staggered() -> Any:
         return await MultiTurnLoop(lambda _: Countdown(1), max_turns=1).run(prompt, max_tokens, generate)
 
     return Played(run)
-
-
-@in_virtual_time
-async def test_responses_of_a_group_have_waits_of_their_own() -> None:
-    group = await agent_worker(staggered(), slow(), group_size=3, **bounds(1)).run_group(item())
-    assert waits([group]) == [[0.0, RESPONSE_S - 1, 2 * RESPONSE_S - 2]]
 
 
 @in_virtual_time
@@ -312,20 +302,14 @@ def engine(name: str, **changes: Any) -> FakeEngine:
     return FakeEngine(name, **({"said_load": CALM, "step_s": STEP_S} | changes))
 
 
-@contextlib.asynccontextmanager
-async def watching(*engines: FakeEngine, **rule: Any) -> AsyncIterator[RolloutWorker]:
-    busy = worker(*engines, **rule)
-    async with watched(busy, *engines):
-        yield busy
-
-
 @in_virtual_time
 async def test_the_last_group_of_an_engine_continues_with_the_others_and_the_next_new_one_finds_it_empty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(generation, "MAX_FRUITLESS_SUBMISSIONS", 1)  # a move is none
     lone, crowded = engine("e0", version=1), engine("e1", version=2)
-    async with watching(lone, crowded, **RULE) as busy:
+    busy = worker(lone, crowded, **RULE)
+    async with watched(busy, lone, crowded):
         early = begin(busy, 0, 1, 2, start_version=1)  # e0 gets 0 and 2
         await asyncio.sleep(0.01)
         late = begin(busy, 3, start_version=1)  # and e1 gets 1 and 3
@@ -381,20 +365,13 @@ async def test_nothing_moves(loads: tuple[EngineStatus | None, ...], rule: dict[
     assert (busy.report().migrated_requests, busy.report().migrated_tokens) == (0, 0)
 
 
-class Holder:
-    group_key, may_leave, num_asked = "g0", True, 0
-
-    def leave(self) -> None:
-        self.num_asked += 1
-
-
 @pytest.mark.parametrize(("is_queued", "limit", "moves"), [(False, 6, True), (True, 6, False), (False, 3, False)])
 @in_virtual_time
 async def test_nothing_moves_while_something_waits_to_be_sent_or_beyond_a_limit(
     is_queued: bool, limit: int, moves: bool
 ) -> None:
     """Under a limit of six, three requests have room for one more beside them, but not for the four that wait."""
-    engines, holder = [engine("e0"), engine("e1")], Holder()
+    engines, holder = [engine("e0"), engine("e1")], Holder("g0")
     busy = worker(*engines, **RULE)
     scheduler, queued = busy._scheduler, []
     for group, num in (("g0", 1), ("g1", 3)):
@@ -403,7 +380,7 @@ async def test_nothing_moves_while_something_waits_to_be_sent_or_beyond_a_limit(
     scheduler.limit("e1", limit)
     if is_queued:
         queued = [asyncio.create_task(scheduler.acquire("g2", (0, 2), tokens=1, num_requests=4))]
-    async with watched(busy, *engines), scheduler.holding("e0", holder):
+    async with watched(busy, *engines), holder.at(scheduler, "e0"):
         await asyncio.sleep(2 * POLL_S + 0.1)
     assert scheduler.num_queued == 4 * is_queued
     assert holder.num_asked == moves
@@ -416,7 +393,8 @@ async def test_nothing_moves_while_something_waits_to_be_sent_or_beyond_a_limit(
 async def test_a_request_moves_only_once_it_is_twice_as_long_as_it_came() -> None:
     """One token per 0.3 s after three of prompt: the first poll sees one, the second one three."""
     engines = [engine(name, step_s=0.3, chunk_tokens=1) for name in ("e0", "e1")]
-    async with watching(*engines, **RULE) as busy:
+    busy = worker(*engines, **RULE)
+    async with watched(busy, *engines):
         await asyncio.gather(*begin(busy, 0, 1))
         assert [len(tokens) for tokens in engines[1].calls[-1].token_ids] == [6] * 4
         assert busy.report().migrated_requests == 4
@@ -425,29 +403,14 @@ async def test_a_request_moves_only_once_it_is_twice_as_long_as_it_came() -> Non
 
 
 @in_virtual_time
-async def test_nothing_moves_to_an_engine_that_no_longer_responds() -> None:
-    class Mute(FakeEngine):
-        async def load(self) -> EngineStatus:
-            if self.calls:
-                await asyncio.sleep(10_000)
-            return await super().load()
-
-    engines = [engine("e0", step_s=1.0), Mute("e1", step_s=1.0, said_load=CALM)]
-    async with watching(*engines, **RULE) as busy:
-        await asyncio.sleep(POLL_S + 0.1)
-        await asyncio.gather(*begin(busy, 0, 1))
-        assert busy.report().migrated_requests == 0
-        assert busy.report().lost_engines == {}
-
-
-@in_virtual_time
 async def test_requests_continue_when_the_engine_that_is_to_be_free_dies_before_it_returns_them() -> None:
     class Deaf(FakeEngine):
         def abort(self, request_ids: Any) -> None:
             pass
 
-    deaf = Deaf("e0", said_load=CALM, step_s=STEP_S)
-    async with watching(deaf, engine("e1"), **RULE) as busy:
+    engines = Deaf("e0", said_load=CALM, step_s=STEP_S), engine("e1")
+    busy = worker(*engines, **RULE)
+    async with watched(busy, *engines):
         groups = begin(busy, 0, 1)
         await asyncio.sleep(POLL_S + STEP_S)
         assert busy.report().migrated_requests == 0

@@ -192,7 +192,7 @@ async def test_a_mixture_that_no_commit_repairs_is_cancelled_at_the_limit_and_no
     await world.commit("dirty", takes_s=1.0)
     for step in then:
         if step == "close":
-            world.gate.close()
+            world.gate.end_limit()
         elif isinstance(step, float):
             await asyncio.sleep(step)
         else:

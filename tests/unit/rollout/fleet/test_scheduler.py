@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,6 +11,9 @@ from rollout.errors import EngineDead
 from rollout.fleet.generation import QueueTimer
 from rollout.fleet.scheduler import NoReplica, RequestScheduler, order_of
 from tests.fakes.virtual_time import in_virtual_time
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
 
 
 class Holder:
@@ -20,6 +24,9 @@ class Holder:
 
     def leave(self) -> None:
         self.num_asked += 1
+
+    def at(self, scheduler: RequestScheduler, name: str) -> AbstractAsyncContextManager[None]:
+        return scheduler.holding(name, self.group_key, may_leave=lambda: self.may_leave, leave=self.leave)
 
 
 NOBODY = Holder("")
@@ -275,7 +282,7 @@ async def test_who_was_let_in_as_its_engine_was_lost_does_not_stay_there() -> No
     scheduler.exclude("a", "silent for 120 s")
     assert await waiting == "a"
     with pytest.raises(EngineDead, match="silent for 120 s"):
-        async with scheduler.holding("a", NOBODY):
+        async with NOBODY.at(scheduler, "a"):
             raise AssertionError("it would wait for a reply that does not come")
 
 
@@ -325,7 +332,7 @@ async def test_a_lease_ends_with_the_exclusion_and_a_deadline_stays_a_deadline()
     scheduler = make("a", "b")
 
     async def stay(name: str) -> None:
-        async with scheduler.holding(name, NOBODY):
+        async with NOBODY.at(scheduler, name):
             await asyncio.sleep(100)
 
     staying, elsewhere = asyncio.create_task(stay("a")), asyncio.create_task(stay("b"))
@@ -397,9 +404,9 @@ async def test_an_engine_is_freed_only_if_all_that_may_come_back_there_may_leave
     stays = contextlib.AsyncExitStack()
     for number in range(4):  # g0 and g2 are on a
         await entering(scheduler, number)
-    await stays.enter_async_context(scheduler.holding("a", holders["g0"]))
+    await stays.enter_async_context(holders["g0"].at(scheduler, "a"))
     assert not scheduler.may_drain("a"), "g2 is between two turns"
-    await stays.enter_async_context(scheduler.holding("a", holders["g2"]))
+    await stays.enter_async_context(holders["g2"].at(scheduler, "a"))
     assert scheduler.may_drain("a")
     holders["g2"].may_leave = False
     assert not scheduler.may_drain("a")
