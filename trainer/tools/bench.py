@@ -199,7 +199,8 @@ def output_of(run_dir: Path) -> Path:
 def examine(run_dir: Path, outcome: RunOutcome, plan: BenchPlan) -> dict[str, Any]:
     """Figures, steps, start-up and timeline of a run, or as much of them as it got to, and what went wrong."""
     records, spans = read_records(run_dir / "metrics.jsonl"), read_spans(run_dir / "trace.json")
-    problems, found = [outcome.problem], {"figures": None, "per_step": [], "start_up": {}, "timeline": {}}
+    problems = [outcome.problem]
+    found: dict[str, Any] = {"figures": None, "per_step": [], "start_up": {}, "timeline": {}}
     if not records or not spans:
         return {"problem": outcome.problem or f"{run_dir} has no metrics or no trace", **found}
     if not outcome.problem and len(records) < plan.total_steps:

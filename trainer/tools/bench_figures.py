@@ -162,7 +162,7 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan
     }
 
 
-def engine_rate(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan) -> dict[str, float | None]:
+def engine_rate(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan) -> dict[str, Any]:
     """What all engines together did during the steps that count.
 
         tokens_per_s         while they were busy, awake: of engines that never are empty, the mean over all the time,

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 
 EXIT_KEPT, EXIT_BROKEN, EXIT_UNUSABLE = 0, 1, 2
+KEYS = {
+    "loss": "algorithm.loss",
+    "advantage": "algorithm.advantage_estimator",
+    "group_filter": "algorithm.group_filter",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,9 +63,8 @@ def _checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> list[Check
     loaded."""
     if line.kind == "reward":
         return _reward_checks(line, stack)
-    key = "algorithm.advantage_estimator" if line.kind == "advantage" else f"algorithm.{line.kind}"
     numbers = dict(line.numbers)
-    function = load_own(line.path, key=key, args=numbers)
+    function = load_own(line.path, key=KEYS[line.kind], args=numbers)
     bound: Any = functools.partial(function, **numbers)
     match line.kind:
         case "loss":
@@ -100,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit code: 0 all checks passed, 1 a check failed, 2 the function cannot be loaded.",
     )  # fmt: skip
     kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind in ("loss", "advantage", "group_filter"):
-        one = kinds.add_parser(kind, help=f"a function for algorithm.{kind}")
+    for kind, key in KEYS.items():
+        one = kinds.add_parser(kind, help=f"a function for {key}")
         one.add_argument("path", help="dotted path, package.module.function")
         one.add_argument("numbers", nargs="*", type=_number, metavar="NAME=VALUE", help=f"as in algorithm.{kind}_args")
         if kind == "group_filter":

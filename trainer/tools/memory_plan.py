@@ -31,13 +31,7 @@ GATHERED_BLOCKS = 2
 MAX_WORKSPACE_BYTES = 2 * GIB
 WORKSPACE_SHARE = 1 / 16
 FEWER_TOKENS, SMALLER_CHUNK = "learner.max_tokens_per_micro_batch: fewer", "learner.logprob_chunk_size: fewer"
-UNCOUNTED = (
-    "quantization",
-    "kv_cache_dtype",
-    "kv_cache_memory_bytes",
-    "num_gpu_blocks_override",
-    "cpu_offload_gb",
-)
+UNCOUNTED = ("quantization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_gb")
 """Engine arguments that change what weights and cache take in ways that are not modelled here."""
 
 

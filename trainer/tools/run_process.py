@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer import subprograms
 
@@ -22,8 +21,7 @@ TWO_SIGNALS_S = 1.5
 """A run treats signals that come closer together as one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOutcome:
+class RunOutcome(NamedTuple):
     """How a run ended."""
 
     command: tuple[str, ...]
@@ -51,28 +49,17 @@ def run_trainer(arguments: Sequence[str], *, output: Path, timeout_s: float) -> 
     started_at = time.time()
     with output.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            command,
-            cwd=subprograms.ROOT,
-            env=subprograms.environment(),
-            stdout=file,
-            stderr=subprocess.STDOUT,
+            command, cwd=subprograms.ROOT, env=subprograms.environment(), stdout=file, stderr=subprocess.STDOUT,
             process_group=0,
-        )
+        )  # fmt: skip
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s)
             timed_out, wall_s = process.poll() is None, time.time() - started_at
         finally:
             exit_code = _end(process)
-    return RunOutcome(
-        command=tuple(command),
-        started_at=started_at,
-        wall_s=wall_s,
-        timeout_s=timeout_s,
-        exit_code=exit_code,
-        timed_out=timed_out,
-        output=tuple(output.read_text(encoding="utf-8", errors="replace").splitlines()),
-    )
+    lines = tuple(output.read_text(encoding="utf-8", errors="replace").splitlines())
+    return RunOutcome(tuple(command), started_at, wall_s, timeout_s, exit_code, timed_out, lines)
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

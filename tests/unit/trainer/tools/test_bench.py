@@ -381,7 +381,7 @@ def test_a_run_is_examined_from_its_directory(
 ) -> None:
     if num_steps is not None:
         write_run(tmp_path / "run", num_steps)
-    found = examine(tmp_path / "run", replace(ENDED, **outcome), PLAN)
+    found = examine(tmp_path / "run", ENDED._replace(**outcome), PLAN)
     assert problem in found["problem"] and bool(problem) == bool(found["problem"])
     assert steps == (None if found["figures"] is None else found["figures"]["steps"])
     assert len(found["per_step"]) == (0 if num_steps is None else num_steps)
