@@ -16,14 +16,11 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.telemetry.session import made_now
 from trainer.tools.run_process import run_trainer
 from trainer.tools.run_records import read_records
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 GOAL = 0.9
 """Held-out accuracy that a run must reach."""
@@ -37,7 +34,7 @@ NOISE = (
 )
 """The engine misreports the log-probability of every tenth token, by a normal error of 5 nats."""
 WEIGHTED = ("algorithm.correction.objective=decoupled", "algorithm.loss=importance_sampling")
-"""The ratio as a weight beside the loss, as TIS and MIS were published."""
+"""The ratio as a weight next to the loss, as TIS and MIS were published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +98,27 @@ def main() -> int:
     args = parser.parse_intermixed_args()
     if args.plot_only and args.plot is None:
         parser.error("--plot-only needs --plot OUT.png")
-    made = set[str]()
-    if not args.plot_only:
-        runs = choose(parser, args.suite, args.only)
-        kept = kept_results(parser, args.out, suite=args.suite)
-        train(runs, args.out, suite=args.suite, overrides=args.overrides, kept=kept)
-        made = {run.name for run in runs}
-    found = json.loads(args.out.read_text())
+    runs = {run.name: run for run in SUITES[args.suite]}
+    chosen = [] if args.plot_only else [name for name in args.only.split(",") if name] or list(runs)
+    if unknown := [name for name in chosen if name not in runs]:
+        parser.error(f"--only: suite {args.suite} has no run {', '.join(unknown)}; there are {', '.join(runs)}")
+    found, results = {"suite": args.suite, "goal": GOAL, "runs": []}, {}
+    if args.out.exists() or args.plot_only:
+        try:
+            found = json.loads(args.out.read_text())
+            suite, results = found["suite"], {result["name"]: result for result in found["runs"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"{args.out} holds no results ({error!r}); give another file")
+        if chosen and suite != args.suite:
+            parser.error(f"{args.out} holds results of the suite {suite}; give another file for {args.suite}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for name in chosen:
+        result = results[name] = train_one(runs[name], args.overrides)
+        # In the order of the suite, without a run that the suite no longer has.
+        found |= {"goal": GOAL, "runs": [results[name] for name in runs if name in results]}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        sys.stdout.write(f"{name}: best {result['best']:.3f} in {result['seconds']:.0f} s\n")
+        sys.stdout.flush()
     for run in found["runs"]:
         sys.stdout.write(
             f"{run['name']:<14} best accuracy {run['best']:.3f} after {run['num_steps']} steps, {run['seconds']:.0f} s"
@@ -115,42 +126,7 @@ def main() -> int:
         )
     if args.plot is not None:
         plot(found, args.plot)
-    return 0 if all(run["ok"] for run in found["runs"] if args.plot_only or run["name"] in made) else 1
-
-
-def choose(parser: argparse.ArgumentParser, suite: str, only: str) -> list[Run]:
-    runs = {run.name: run for run in SUITES[suite]}
-    names = [name for name in only.split(",") if name]
-    if unknown := [name for name in names if name not in runs]:
-        parser.error(f"--only: suite {suite} has no run {', '.join(unknown)}; there are {', '.join(runs)}")
-    return [runs[name] for name in names] if names else list(runs.values())
-
-
-def kept_results(parser: argparse.ArgumentParser, out: Path, *, suite: str) -> dict[str, dict[str, Any]]:
-    """What the file holds of earlier runs, by name; nothing if there is none."""
-    if not out.exists():
-        return {}
-    try:
-        found = json.loads(out.read_text())
-        there, results = found["suite"], {result["name"]: result for result in found["runs"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.error(f"{out} holds no results ({error!r}); give another file")
-    if there != suite:
-        parser.error(f"{out} holds results of the suite {there}; give another file for {suite}")
-    return results
-
-
-def train(runs: list[Run], out: Path, *, suite: str, overrides: list[str], kept: Mapping[str, dict[str, Any]]) -> None:
-    """A result takes the place of that of the same name among the `kept` ones. The file has the order of the suite, and
-    no run that the suite has no more."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    results = dict(kept)
-    for run in runs:
-        result = results[run.name] = train_one(run, overrides)
-        ordered = [results[one.name] for one in SUITES[suite] if one.name in results]
-        out.write_text(json.dumps({"suite": suite, "goal": GOAL, "runs": ordered}, indent=1) + "\n")
-        sys.stdout.write(f"{run.name}: best {result['best']:.3f} in {result['seconds']:.0f} s\n")
-        sys.stdout.flush()
+    return 0 if all(run["ok"] for run in found["runs"] if args.plot_only or run["name"] in chosen) else 1
 
 
 def train_one(run: Run, overrides: list[str]) -> dict[str, Any]:
