@@ -3,7 +3,7 @@
 Usage: python scripts/ablation.py OUT.json [--suite algorithms|mismatch|modes] [--only NAME,NAME] [--plot OUT.png]
        python scripts/ablation.py OUT.json --plot OUT.png --plot-only
 
-One run after another, each a `python -m trainer` of its own, in about 20 minutes on two CPU cores. A run that fails or
+One run after another, each a separate `python -m trainer`, in about 20 minutes on two CPU cores. A run that fails or
 stays below its goal is in the file and makes the exit code 1. Plotting needs matplotlib, which is not a dependency of
 Tandem: pip install matplotlib
 """
@@ -148,7 +148,7 @@ def train_one(run: Run, overrides: list[str]) -> dict[str, Any]:
 
 
 def read_curve(run_dir: Path) -> dict[str, Any]:
-    """Accuracy by version, and means of what tells causes apart."""
+    """Accuracy by version, and means of what distinguishes causes."""
     lines = read_records(run_dir / "metrics.jsonl")
     points = [
         {"version": one["version"], "accuracy": one["accuracy"]}

@@ -18,7 +18,7 @@ class PerturbedLoop:
     """A single turn in which a `frac` of the recorded log-probs is off by normal noise of `std` nats; what was sampled
     stays as it is.
 
-    The noise depends on prompt and answer alone, so a synchronous run repeats itself. As an agent loop:
+    The noise depends on prompt and response alone, so a synchronous run repeats itself. As an agent loop:
     `task.agent=scripts.perturbed_agent.PerturbedLoop task.agent_args.std=5 task.agent_args.frac=0.1`.
     """
 

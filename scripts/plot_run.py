@@ -1,7 +1,7 @@
 """Draw one run as a picture: what it learned, and who did what when.
 
 Usage: python scripts/plot_run.py RUN_DIR OUT.png [--window SECONDS]
-Reads metrics.jsonl and, if there is one, trace.json, also while the run goes on; of a run that was resumed the timeline
+Reads metrics.jsonl and, if there is one, trace.json, also during the run; of a run that was resumed the timeline
 is of the last start. Needs matplotlib: pip install -e ".[plot]"
 """
 
@@ -56,16 +56,16 @@ def refused(message: str) -> int:
 
 
 def draw_curves(axes: Any, records: list[dict[str, Any]]) -> None:
-    """Reward of training answers and held-out accuracy against steps; trained age on the right."""
+    """Reward of training responses and held-out accuracy against steps; trained age on the right."""
     rewards = [r.get("reward/mean") for r in records]
     axes.plot([r["step"] for r in records], numbers(rewards), color="#9ecae9", label="reward")
-    judged = [r for r in records if "eval/accuracy" in r]
+    scored = [r for r in records if "eval/accuracy" in r]
     axes.plot(
-        [r["eval/version"] for r in judged], numbers(r["eval/accuracy"] for r in judged), "o-", color="#4c78a8",
+        [r["eval/version"] for r in scored], numbers(r["eval/accuracy"] for r in scored), "o-", color="#4c78a8",
         label="held-out accuracy (greedy)",
     )  # fmt: skip
     axes.set(xlabel="optimizer step", title="What it learned")
-    axes.set_ylim(*reward_limits([*rewards, *(r["eval/accuracy"] for r in judged)]))
+    axes.set_ylim(*reward_limits([*rewards, *(r["eval/accuracy"] for r in scored)]))
     ages = axes.twinx()
     oldest = [r["staleness/max"] for r in records]
     ages.plot([r["step"] for r in records], oldest, ":", color="#e45756", label="max age")

@@ -1,4 +1,4 @@
-"""The agent loop of a benchmark: answers of the lengths that the data set gives, whatever the policy says."""
+"""The agent loop of a benchmark: responses of the lengths that the data set gives, whatever the policy samples."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def forced_lengths(*, column: str = "response_tokens") -> AgentLoop:
-    """The factory for `task.agent`; `column` of the data set says how many tokens each answer has: a list of numbers,
-    or one number for all."""
+    """The factory for `task.agent`; `column` of the data set has the number of tokens of each response: a list, or one
+    number for all."""
     return _ForcedLengths(column)
 
 
@@ -24,12 +24,12 @@ class _ForcedLengths:
     def __init__(self, column: str) -> None:
         self._column = column
         self._num_begun: Counter[str] = Counter()
-        """By prompt. The answers of a group begin one after the other in one worker, so each has its own length."""
+        """By prompt. The responses of a group begin one after the other in one worker, so each has its own length."""
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
-        """Exactly so many tokens: an end token does not end the answer, it goes on behind it.
+        """Exactly so many tokens: an end token does not end the response, it continues after it.
 
-        Rewarded with a number that depends on the sampled tokens alone and differs from answer to answer, so that
+        Rewarded with a number that depends on the sampled tokens alone and differs between responses, so that
         advantages are not all 0.
 
         Raises:
@@ -47,6 +47,6 @@ class _ForcedLengths:
             builder.add_generated(completion)
             if completion.finish_reason == "abort":
                 return builder.finish("failed")
-        answer = builder.token_ids()[len(prompt.token_ids) :]
-        builder.add_reward(zlib.crc32(answer.tobytes()) % 1000 / 999)
+        response = builder.token_ids()[len(prompt.token_ids) :]
+        builder.add_reward(zlib.crc32(response.tobytes()) % 1000 / 999)
         return builder.finish("completed")

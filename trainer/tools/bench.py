@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 DEFAULT_CASES = ("async:2+2", "sync:2+2", "colocated:4")
 ASK_DEVICE_TIMEOUT_S = 120.0
-# In its own process: whoever asks a driver holds a part of the device until it ends.
+# In a separate process: one that asks a driver holds a part of the device until it ends.
 _ASK_DEVICE = """
 import os, sys, torch
 from weight_sync.device.select import get_backend

@@ -1,6 +1,6 @@
 """Workloads of the benchmark.
 
-Lengths are drawn for every answer, from a seed and the prompt's number, and written into the data set, so they cannot
+Lengths are drawn for every response, from a seed and the prompt's number, and written into the data set, so they cannot
 depend on the mode, the engine or the weights.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 LENGTH_COLUMN = "response_tokens"
-"""Column of the data set: tokens of each answer to this prompt."""
+"""Column of the data set: tokens of each response to this prompt."""
 NUM_PROMPTS = 4096
 """Rows of the data set; a run that needs more begins again."""
 TINY_SHAPE = Architecture(
@@ -47,24 +47,24 @@ class Workload:
     prompt_tokens: int
     min_response_tokens: int
     max_response_tokens: int
-    """Equal to the minimum: all answers have that length."""
+    """Equal to the minimum: all responses have that length."""
     groups_per_step: int
     group_size: int
     micro_batch_tokens: int
     activation_checkpointing: bool
     seed: int = 1
     lengths_per: str = "response"
-    """Files of figures that lack it were measured with one length for all answers to a prompt, which is easier where
+    """Files of figures that lack it were measured with one length for all responses to a prompt, which is easier where
     generation and learning overlap."""
 
     def lengths_of(self, index: int) -> list[int]:
-        """Tokens of each answer to prompt number `index`."""
+        """Tokens of each response to prompt number `index`."""
         uniform = np.random.default_rng([self.seed, index]).random(self.group_size)  # [0, 1): 1 - uniform is never 0
         drawn = (self.min_response_tokens / (1.0 - uniform)).astype(np.int64)
         return [int(length) for length in np.minimum(drawn, self.max_response_tokens)]
 
     def lengths(self, num_prompts: int) -> list[int]:
-        """Of all answers to the first so many prompts, which come round again after `NUM_PROMPTS`."""
+        """Of all responses to the first `num_prompts` prompts, which repeat after `NUM_PROMPTS`."""
         return [length for index in range(num_prompts) for length in self.lengths_of(index % NUM_PROMPTS)]
 
     def architecture(self) -> Architecture:
@@ -112,7 +112,7 @@ def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
     """(model directory without weights, data set) in `folder`, written again."""
     model, prompts = folder / "model", folder / "prompts.jsonl"
     model.mkdir(parents=True, exist_ok=True)
-    # No end token anywhere: nothing but its budget ends an answer.
+    # No end token anywhere: nothing but its budget ends a response.
     config = {**work.architecture().config(work.dtype), "bos_token_id": None, "eos_token_id": None}
     (model / "config.json").write_text(json.dumps(config, indent=1))
     tokenizer = build_tokenizer()

@@ -5,8 +5,8 @@
     python -m trainer.check_plugin group_filter my_package.filters.my_filter [NUMBER=VALUE ...] [--metadata JSON]
     python -m trainer.check_plugin reward my_package.rewards.my_reward --prompt TEXT --response TEXT --answer TEXT
 
-Prints every check. A reward is called in a process of its own, as in a run. Exit code 0 if all passed, 1 if one failed,
-2 if the function cannot be loaded.
+Prints every check, for a reward first its value for the given response. It is called in a separate process, as in a
+run. Exit code 0 if all passed, 1 if one failed, 2 if the function cannot be loaded.
 """
 
 from __future__ import annotations

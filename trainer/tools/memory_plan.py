@@ -174,7 +174,7 @@ def _largest(text: PreTrainedConfig, name: str) -> int | None:
     """Of all blocks; None if the config has no such attribute."""
     try:
         value = getattr(text, name, None)
-    except RuntimeError:  # transformers will not answer for a model whose blocks differ in it, such as Gemma 4
+    except RuntimeError:  # transformers refuses it for a model whose blocks differ in it, such as Gemma 4
         value = max(getattr(block, name) for block in text.per_layer_config)
     return None if value is None else int(value)
 
@@ -379,7 +379,7 @@ def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMe
     rollout, commit = cfg.rollout, cfg.weight_sync.commit
     tp, b = rollout.tensor_parallel_size, DTYPE_BYTES[cfg.model.rollout_dtype]
     weights, shadow = -(-shape.num_params * b // tp), -(-shape.num_trained_params * b // tp)
-    if device.is_shared:  # the cache has a size of its own
+    if device.is_shared:  # the cache has its own size
         workspace, kv_bytes = 0, int(rollout.kv_cache_gib * GIB)
         free = device.total_bytes - weights - kv_bytes
     else:
