@@ -31,6 +31,10 @@ class RewardError(Exception):
     """A reward call raised, hung, or returned something that is not a finite number. Marks one trajectory."""
 
 
+class RewardTimeout(RewardError):
+    """A reward call took longer than `task.reward.timeout_s`."""
+
+
 class BufferClosed(Exception):
     """The rollout buffer was closed: the normal end of a loop, unless `__cause__` has the error that closed it."""
 

@@ -9,7 +9,7 @@ This module imports without torch, Ray or vLLM.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence  # noqa: TC003 - dataclasses are introspected at runtime
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, Literal
@@ -20,7 +20,13 @@ FinishReason = Literal["stop", "length", "abort"]
 """Why generation ended: an end token, the token budget, or the engine returned the request unfinished."""
 
 TrajectoryStatus = Literal["completed", "truncated", "failed"]
-"""`truncated` ran into a token budget; `failed` has no usable reward. Neither is ever trained as if complete."""
+"""`truncated` was cut off by a budget of tokens, or of time; `failed` has no usable reward. Neither is ever trained as
+if complete."""
+
+FailureKind = Literal["timeout", "agent_error", "reward_timeout", "reward_error"]
+OnFailure = Mapping[FailureKind, Literal["score", "zero", "drop"]]
+"""What becomes of a trajectory that went wrong: the reward function scores what there is, it gets a reward of 0, or it
+is `failed`. What is not named is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +195,12 @@ class Trajectory:
     """Seconds: "generate_s", an agent's tools included; "engine_wait_s", the part of it that was a wait for room at an
     engine; "reward_s", the wait for a free reward process included."""
     text: str = ""
-    """The generated text, decoded once for rewards and for people."""
+    """For rewards and for people: from the first generated token to the last, with what the policy read between,
+    and without special tokens. Sequences are on lines of their own."""
+    failure: FailureKind | None = None
+    """What went wrong, also if the trajectory has a reward all the same."""
     error: str = ""
-    """Why status is "failed"; empty otherwise."""
+    """The reason for `failure`; empty without one."""
     num_lost_tokens: int = 0
     """Generated for it, and not part of it: its agent loop failed, cancelled a generation, or did not use it."""
     tool_use: ToolUse | None = None

@@ -75,7 +75,7 @@ def tells_its_cause(error: E) -> E:
 def first_cause(error: BaseException) -> BaseException:
     """The error that began it: down the causes, and into the first member of a group.
 
-    An error without a text (a cancelled task below a timeout) is passed over: the one it led to says more. The search
+    An error without a text (a cancelled task below a timeout) is passed over: the one it led to has more. The search
     ends at one that `tells_its_cause`.
     """
     found, seen = error, set[int]()
@@ -134,7 +134,7 @@ def noted_log(error: BaseException) -> str | None:
 
 
 TESTED = "Qwen2, Qwen3, Qwen3-MoE, Llama or Mistral"
-"""Kinds of models of which the tests say that they are trained right."""
+"""Kinds of models that the tests train."""
 
 
 class ModelError(Exception):

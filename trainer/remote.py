@@ -35,7 +35,7 @@ async def call(ref: Any, *, timeout_s: float | None, who: str, what: str, hint: 
 
 async def start_actor(actor: Any, name: str, *, timeout_s: float) -> Any:
     """What the actor's `start` returns. `timeout_s` is `trainer.startup_timeout_s`. Raises as `call`."""
-    hint = "increase trainer.startup_timeout_s if it was still loading; its file in actor_logs/ says"
+    hint = "increase trainer.startup_timeout_s if it was still loading, see its file in actor_logs/"
     return await call(actor.start.remote(), timeout_s=timeout_s, who=name, what="start", hint=hint)
 
 

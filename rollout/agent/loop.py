@@ -39,14 +39,14 @@ class Generate(Protocol):
         """Samples up to `max_tokens` tokens after `token_ids` (int32[T]). "abort" means that time ran out.
 
         Args:
-            stop: texts that end the answer, their tokens included ("stop"); they take the place of `rollout.stop`.
+            stop: texts that end the response, their tokens included ("stop"); they take the place of `rollout.stop`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an environment answers to a turn.
+    """What an environment replies to a turn.
 
     Example:
         Reply(token_ids=tokenizer.encode("wrong, try again"), reward=-0.1)
@@ -62,9 +62,9 @@ class Reply:
 class Environment(Protocol):
     """What the policy talks to in a trajectory of several turns: tools, a game, a user. One instance per trajectory.
 
-    One that holds something, such as a sandbox, has a `close(self)` too, plain or `async`: it is called at the end,
+    One that holds something, such as a sandbox, also has a `close(self)`, plain or `async`: it is called at the end,
     however the trajectory ends, cancelled or not, and has `CLOSE_S`. One that calls tools for the policy may have an
-    attribute `tool_use`, a `ToolUse` of the trajectory so far, which metrics are made of.
+    attribute `tool_use`, a `ToolUse` of the trajectory so far, for the metrics.
     """
 
     async def step(self, turns: tuple[Turn, ...]) -> Reply:
@@ -73,15 +73,14 @@ class Environment(Protocol):
 
 
 class AgentLoop(Protocol):
-    """Makes one trajectory out of a prompt. One with an attribute `tools`, JSON schemas of functions, has them shown by
-    the chat template of the prompts. One with an attribute `tool_names` has the run warn at its start where prompts do
-    not name them."""
+    """Makes one trajectory out of a prompt. The chat template of the prompts shows its `tools`, if it has that
+    attribute: JSON schemas of functions. With an attribute `tool_names` the run warns at its start where prompts do not
+    name them."""
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         """One token sequence, or several; status "failed" if generation ran out of time.
 
-        `max_tokens` bounds everything after the prompt; of a sequence that begins anew, its tokens less the length of
-        the prompt.
+        `max_tokens` bounds everything after the prompt; of another sequence, its tokens less the length of the prompt.
         """
         ...
 
@@ -94,17 +93,17 @@ def Episode(  # noqa: N802 - the name of the class that older loops return
 
 
 class SingleTurnLoop:
-    """Prompt, one answer, done."""
+    """Prompt, one response, done."""
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
         builder = TrajectoryBuilder(prompt.token_ids)
-        answer = await generate(prompt.token_ids, max_tokens)
-        builder.add_generated(answer)
-        return builder.finish(_status(answer.finish_reason))
+        response = await generate(prompt.token_ids, max_tokens)
+        builder.add_generated(response)
+        return builder.finish(_status(response.finish_reason))
 
 
 class MultiTurnLoop:
-    """Answer and reply in turn, until the environment is done or a budget is spent.
+    """Response and reply in turn, until the environment is done or a budget is spent.
 
     Args:
         make_environment: builds the environment of one trajectory.
@@ -125,9 +124,7 @@ class MultiTurnLoop:
     ) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns must be >= 1, got {max_turns}")
-        self._make_environment = make_environment
-        self._max_turns = max_turns
-        self._stop = stop
+        self._make_environment, self._max_turns, self._stop = make_environment, max_turns, stop
         self.tools, self.tool_names = tools, tool_names
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
@@ -142,15 +139,15 @@ class MultiTurnLoop:
         builder = TrajectoryBuilder(prompt.token_ids)
         for number in range(1, self._max_turns + 1):
             left = max_tokens - builder.num_response_tokens
-            answer = await generate(builder.token_ids(), left, stop=self._stop)
-            builder.add_generated(answer)
-            if answer.finish_reason != "stop":
-                return builder.finish(_status(answer.finish_reason))
-            result = await environment.step(builder.turns())
-            builder.add_reward(result.reward)
-            if result.token_ids is None:
+            response = await generate(builder.token_ids(), left, stop=self._stop)
+            builder.add_generated(response)
+            if response.finish_reason != "stop":
+                return builder.finish(_status(response.finish_reason))
+            reply = await environment.step(builder.turns())
+            builder.add_reward(reply.reward)
+            if reply.token_ids is None:
                 return builder.finish("completed")
-            tokens = np.asarray(result.token_ids)
+            tokens = np.asarray(reply.token_ids)
             if number == self._max_turns or builder.num_response_tokens + len(tokens) >= max_tokens:
                 break  # the policy will not read the reply, or there is no room for it and a token after it
             builder.add_context(tokens)
@@ -179,4 +176,4 @@ def _status(finish_reason: FinishReason | None) -> TrajectoryStatus:
         case "abort":
             return "failed"
         case None:
-            raise ValueError("generate returned a completion without a finish reason; it must return the whole answer")
+            raise ValueError("generate returned a chunk without a finish reason; it must return the whole response")

@@ -1,4 +1,4 @@
-"""An agent of any kind, reached by OpenAI's API at an address that each trajectory is given."""
+"""An agent of any kind, reached by OpenAI's API at an address that each trajectory gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
-from rollout.agent.openai_protocol import MODEL, ApiError, events, parse_request, response
+from rollout.agent.openai_protocol import MODEL, ApiError, events, parse_request, response_body
 from rollout.agent.openai_session import Session
 from rollout.agent.threads import UserThreads
 from rollout.errors import AgentError
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Of a request: a conversation of a million tokens, with room to spare."""
 _LINGER_S, _FAREWELL_S = 10.0, 1.0
-"""For a body that nobody needs; between an answer and the end of a connection with more in it than is read."""
+"""For a body that is not needed; between a response and the end of a connection with more in it than is read."""
 _BACKLOG = 4096
 """Connections that may wait to be accepted: groups begin together, and with them their agents."""
 
 
 class Server:
-    """Answers for the sessions that are open. Starts with the first one, and listens until it is closed.
+    """Responds for the sessions that are open. Starts with the first one, and listens until it is closed.
 
     Args:
-        host: address to listen on, and to tell agents.
+        host: address to listen on, and to give to agents.
         variables: of the chat template.
     """
 
@@ -57,17 +57,20 @@ class Server:
         self._sessions: dict[str, Session] = {}
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @contextlib.asynccontextmanager
     async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
-        """Base URL and API key that the session answers at while the block runs; neither can be guessed.
+        """Base URL and API key of the session while the block runs; neither can be guessed.
 
         Raises:
             AgentError: the server cannot listen. The next session tries again.
         """
-        port = await self._port()
-        # Only who was told may speak for a trajectory. What is sampled does not depend on it.
+        async with self._starting:
+            if self._runner is None:
+                self._runner = await self._started()
+        port = self._runner.addresses[0][1]
+        # Only the holder of the key may speak for a trajectory. What is sampled does not depend on it.
         key = secrets.token_urlsafe(18)
         self._sessions[key] = session
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -83,31 +86,23 @@ class Server:
         if runner is not None:
             await runner.cleanup()
 
-    async def _port(self) -> int:
-        async with self._starting:
-            if self._runner is None:
-                self._runner = await self._started()
-            return self._runner.addresses[0][1]
-
     async def _started(self) -> web.AppRunner:
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_errors])
+        app = web.Application(client_max_size=MAX_BYTES, middlewares=[_errors])
         app.router.add_post("/{key}/v1/chat/completions", self._chat)
         app.router.add_get("/{key}/v1/models", self._models)
         # A client that goes away ends its generation.
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, lingering_time=0.0
         )
-        is_listening = False
-        try:
-            await runner.setup()
-            await web.TCPSite(runner, self._host, 0, backlog=_BACKLOG).start()
-            is_listening = True
-        except OSError as error:
-            do = 'set host in task.agent_args to "auto", or to an address of this machine'
-            raise AgentError(f"the policy cannot be reached at {self._host}: {error}; {do}") from error
-        finally:
-            if not is_listening:
-                await runner.cleanup()
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(runner.cleanup)
+            try:
+                await runner.setup()
+                await web.TCPSite(runner, self._host, 0, backlog=_BACKLOG).start()
+            except OSError as error:
+                do = 'set host in task.agent_args to "auto", or to an address of this machine'
+                raise AgentError(f"the policy cannot be reached at {self._host}: {error}; {do}") from error
+            undo.pop_all()
         return runner
 
     def _session(self, request: web.Request) -> Session:
@@ -128,26 +123,22 @@ class Server:
         except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is no JSON: {error}") from error
         asked = parse_request(body, self._variables)
-        self._tell_ignored(asked.ignored)
-        answer = await session.answer(asked)
+        for name in sorted(asked.ignored.keys() - self._warned):
+            log.warning(
+                "an agent asks for %s=%.100r, which changes nothing; the run sets how the policy samples",
+                name, asked.ignored[name],
+            )  # fmt: skip
+            self._warned.add(name)
+        response = await session.respond(asked)
         created, response_id = int(time.time()), f"chatcmpl-{secrets.token_hex(8)}"
         if not asked.stream:
-            return web.json_response(response(answer, response_id=response_id, created=created))
+            return web.json_response(response_body(response, response_id=response_id, created=created))
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await stream.prepare(request)
-        lines = events(answer, response_id=response_id, created=created, include_usage=asked.include_usage)
+        lines = events(response, response_id=response_id, created=created, include_usage=asked.include_usage)
         await stream.write("".join(lines).encode())
         await stream.write_eof()
         return stream
-
-    def _tell_ignored(self, ignored: Mapping[str, object]) -> None:
-        """Once per name."""
-        for name in sorted(ignored.keys() - self._told):
-            log.warning(
-                "an agent asks for %s=%.100r, which changes nothing; the run says how the policy samples",
-                name, ignored[name],
-            )  # fmt: skip
-            self._told.add(name)
 
 
 @web.middleware
@@ -159,27 +150,27 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         failure = error
     except web.HTTPException as error:
         what = f"{request.method} /{request.path.partition('/v1/')[2]}: {error.reason}"
-        message = f"{what}; there are POST /chat/completions, of {MOST_BYTES >> 20} MiB at most, and GET /models"
+        message = f"{what}; there are POST /chat/completions, of {MAX_BYTES >> 20} MiB at most, and GET /models"
         failure = ApiError(message, status=error.status, code="not_found")
     except Exception as error:  # noqa: BLE001 - the edge: what an engine raised ends the trajectory, and is raised there
         log.warning("a request of an agent failed: %s: %s", type(error).__name__, error)
         failure = ApiError(f"{type(error).__name__}: {error}", code="engine_error")
-    answer = web.json_response(failure.body(), status=failure.status)
+    response = web.json_response(failure.body(), status=failure.status)
     if request.can_read_body:
-        await _answer_early(request, answer)
-    return answer
+        await _respond_early(request, response)
+    return response
 
 
-async def _answer_early(request: web.Request, answer: web.StreamResponse) -> None:
-    """Sends the answer to a request whose body is not read yet. The connection is closed behind it.
+async def _respond_early(request: web.Request, response: web.StreamResponse) -> None:
+    """Responds to a request whose body is not read yet, then closes the connection.
 
-    Most clients read an answer when they have sent everything, so a body of a size that is allowed is read and thrown
-    away. A larger one is not read any further; its client has a moment for the answer before its connection breaks.
+    Most clients read a response when they have sent everything, so a body of a size that is allowed is read and thrown
+    away. A larger one is not read any further; its client has a moment for the response before its connection breaks.
     """
-    answer.force_close()
-    await answer.prepare(request)
-    await answer.write_eof()
-    left = MOST_BYTES if (request.content_length or 0) <= MOST_BYTES else 0
+    response.force_close()
+    await response.prepare(request)
+    await response.write_eof()
+    left = MAX_BYTES if (request.content_length or 0) <= MAX_BYTES else 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LINGER_S):
             while left > 0 and not request.content.at_eof():
@@ -206,7 +197,7 @@ class Task:
     metadata: Mapping[str, object]
     """Further columns of the row."""
     base_url: str
-    """Of OpenAI's API; answers until `solve` returns."""
+    """Of OpenAI's API; valid until `solve` returns."""
     api_key: str
     model: str = MODEL
 
@@ -220,6 +211,7 @@ def openai_agent(
     tokenizer: str,
     host: str = "127.0.0.1",
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    rollout_stop: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> AgentLoop:
     """The factory for `task.agent`.
@@ -230,6 +222,7 @@ def openai_agent(
         tokenizer: directory or hub name, with a chat template.
         host: address that agents reach the policy at: of this machine, or "auto" for the one that other hosts see.
         chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
+        rollout_stop: `rollout.stop`; the agent does not see these texts.
         trust_remote_code: run Python code that comes with the tokenizer.
 
     Raises:
@@ -245,6 +238,7 @@ def openai_agent(
         template=template,
         host=reachable_host() if host == "auto" else _checked_address(host),
         variables=dict(chat_template_kwargs or {}),
+        stop=rollout_stop,
     )
 
 
@@ -261,7 +255,7 @@ def _checked_address(host: str) -> str:
 
 
 class OpenAiLoop:
-    """Runs `solve` for one trajectory after another, with a server that is started by the first."""
+    """Runs `solve` for one trajectory after another, with a server that the first one starts."""
 
     def __init__(
         self,
@@ -270,8 +264,9 @@ class OpenAiLoop:
         template: ChatTemplateRenderer,
         host: str = "127.0.0.1",
         variables: Mapping[str, Any] | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
-        self._solve, self._template = solve, template
+        self._solve, self._template, self._stop = solve, template, stop
         self._server = Server(host, variables or {})
         self._threads = UserThreads("agent")
 
@@ -283,14 +278,24 @@ class OpenAiLoop:
             max_tokens,
             generate=generate,
             template=self._template,
+            stop=self._stop,
             give_up=lambda: limit.reschedule(loop.time()),
         )
         reward = None
         try:
             async with limit, self._server.open(session) as (base_url, api_key):
-                reward = await self._solved(_task(prompt, base_url, api_key))
+                reward = await self._solved(
+                    Task(
+                        prompt=prompt.text,
+                        messages=prompt.messages or ({"role": "user", "content": prompt.text},),
+                        answer=prompt.answer,
+                        metadata=prompt.metadata,
+                        base_url=base_url,
+                        api_key=api_key,
+                    )
+                )
         except Exception:
-            # Where the policy could not answer any more, most agents raise; that is no failure of theirs.
+            # Where the policy could not respond any more, most agents raise; that is no failure of theirs.
             if session.failure is None and _status(session) == "completed":
                 raise
         if session.failure is not None:
@@ -299,7 +304,7 @@ class OpenAiLoop:
         return Trajectory.of_turns(_rewarded(session.turns(), reward, status=status), status=status)
 
     async def close(self) -> None:
-        """Stops the server. Agents that still run in threads are not waited for."""
+        """Stops the server. Does not wait for agents that still run in threads."""
         await self._server.close()
         self._threads.close()
 
@@ -308,17 +313,6 @@ class OpenAiLoop:
             return await self._solve(task)
         result = await self._threads.run(self._solve, task)
         return await result if inspect.isawaitable(result) else result
-
-
-def _task(prompt: Prompt, base_url: str, api_key: str) -> Task:
-    return Task(
-        prompt=prompt.text,
-        messages=prompt.messages or ({"role": "user", "content": prompt.text},),
-        answer=prompt.answer,
-        metadata=prompt.metadata,
-        base_url=base_url,
-        api_key=api_key,
-    )
 
 
 def _status(session: Session) -> TrajectoryStatus:
@@ -331,7 +325,7 @@ def _rewarded(turns: tuple[Turn, ...], reward: float | None, *, status: Trajecto
     """With the agent's reward at the last turn in which the policy spoke."""
     last = max((number for number, turn in enumerate(turns) if turn.is_generated.any()), default=None)
     if last is None and status == "completed":
-        raise AgentError("solve returned, and the policy has said nothing; ask it at task.base_url")
+        raise AgentError("solve returned, and the policy has said nothing; call it at task.base_url")
     if reward is None:
         return turns
     if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):

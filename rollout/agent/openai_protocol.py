@@ -8,20 +8,16 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
 
 from rollout.rendering import RenderOptions, find_tool_calls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-
 MODEL = "policy"
-_READ = (
-    "messages", "tools", "chat_template_kwargs", "max_tokens", "max_completion_tokens", "stop", "stream",
-    "stream_options", "logprobs", "model",
-)  # fmt: skip
-"""What a request may say. Its model may have any name, as there is one."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -48,19 +44,62 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": "invalid_request_error", "param": None, "code": self.code}}
 
 
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Stop = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Body(msgspec.Struct):
+    """What a request may contain. Its model may have any name, as there is one."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_tokens: _Positive | None = None
+    max_completion_tokens: _Positive | None = None
+    stop: list[_Stop] | str | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    logprobs: bool | None = None
+    model: Any = None
+
+
+class _Text(msgspec.Struct, tag_field="type", tag="text"):
+    text: str = ""
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] | str | None = None
+
+
+class _ToolCall(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: list[_Text] | str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     messages: tuple[Mapping[str, Any], ...]
-    """In the form of `normal`."""
+    """In the form of `normalize`."""
     options: RenderOptions
     max_tokens: int | None
     stop: tuple[str, ...] | None
-    """None is what the run says."""
+    """None leaves it to the run."""
     stream: bool
     include_usage: bool
     logprobs: bool
     ignored: Mapping[str, object]
-    """What it says beside that. Sampling is among it: a policy is trained on what it samples as the run samples."""
+    """Its other fields. Sampling is among them: a policy is trained on what it samples as the run samples."""
 
 
 def parse_request(body: object, variables: Mapping[str, Any]) -> ChatRequest:
@@ -71,104 +110,61 @@ def parse_request(body: object, variables: Mapping[str, Any]) -> ChatRequest:
     Raises:
         ApiError: it is none, or asks for what a policy in training cannot do.
     """
-    if not isinstance(body, dict):
-        raise ApiError(f"the body must be a JSON object, got {type(body).__name__}")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ApiError("messages must be a list of at least one message")
+    try:
+        given = msgspec.convert(body, _Body)
+    except msgspec.ValidationError as error:
+        raise ApiError(f"the request cannot be read: {error}") from error
+    assert isinstance(body, dict)
     for name, allowed in _NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in allowed:
-            said = " or ".join(json.dumps(one) for one in allowed)
-            raise ApiError(f"{name} must be {said} where a policy is trained, got {_shown(value)}; leave it out")
-    stream_options = body.get("stream_options") or {}
+            only = json.dumps(allowed[0])
+            raise ApiError(f"{name} must be {only} where a policy is trained, got {_shown(value)}; leave it out")
+    known = {*_Body.__struct_fields__, *_NEUTRAL}
+    options = given.stream_options
     return ChatRequest(
-        messages=tuple(normal(message) for message in messages),
-        options=RenderOptions(tools=_tools(body.get("tools")), variables={**variables, **_own_variables(body)}),
-        max_tokens=_max_tokens(body),
-        stop=_stop(body.get("stop")),
-        stream=body.get("stream") is True,
-        include_usage=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
-        logprobs=body.get("logprobs") is True,
-        ignored={
-            name: value
-            for name, value in body.items()
-            if value is not None and name not in _READ and name not in _NEUTRAL
-        },
+        messages=tuple(map(normalize, given.messages)),
+        options=RenderOptions(
+            tools=tuple(given.tools or ()), variables={**variables, **(given.chat_template_kwargs or {})}
+        ),
+        max_tokens=given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens,
+        stop=((given.stop,) if isinstance(given.stop, str) else tuple(given.stop)) if given.stop else None,
+        stream=bool(given.stream),
+        include_usage=options is not None and bool(options.include_usage),
+        logprobs=bool(given.logprobs),
+        ignored={name: value for name, value in body.items() if value is not None and name not in known},
     )
 
 
-def _max_tokens(body: Mapping[str, Any]) -> int | None:
-    found = body.get("max_tokens") if body.get("max_completion_tokens") is None else body["max_completion_tokens"]
-    if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
-        raise ApiError(f"max_tokens must be a whole number >= 1, got {_shown(found)}")
-    return found
-
-
-def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise ApiError(f"tools must be a list of objects, got {_shown(value)}")
-    return tuple(value)
-
-
-def normal(message: object) -> dict[str, Any]:
+def normalize(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates read it: text as one string, arguments of calls as objects, nothing that is null.
 
     Raises:
-        ApiError: it is no message, or holds something else than text.
+        ApiError: it is no message, or contains something other than text.
     """
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ApiError(f"a message must be an object with a role, got {_shown(message)}")
-    found = {name: value for name, value in message.items() if value is not None and name != "content"}
-    found["content"] = _text(message.get("content"))
-    if found["role"] == "developer":  # OpenAI's later name
+    try:
+        given = msgspec.convert(message, _Message)
+    except msgspec.ValidationError as error:
+        raise ApiError(
+            f"a message must have a role and text, and each of its tool_calls a function with a name, got "
+            f"{_shown(message)}: {error}; images and sound cannot be sent"
+        ) from error
+    found = {name: value for name, value in message.items() if value is not None and name != "tool_calls"}
+    content = given.content or ""
+    found["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
+    if given.role == "developer":  # OpenAI's later name
         found["role"] = "system"
-    if calls := found.pop("tool_calls", None):
-        if not isinstance(calls, list):
-            raise ApiError(f"tool_calls must be a list, got {_shown(calls)}")
-        found["tool_calls"] = [_normal_call(call) for call in calls]
+    if given.tool_calls:
+        found["tool_calls"] = [_normalize_call(call) for call in given.tool_calls]
     return found
 
 
-def _normal_call(call: object) -> dict[str, Any]:
-    match call:
-        case {"function": {"name": str(name), **function}, **rest}:
-            arguments = function.get("arguments") or {}
-        case _:
-            raise ApiError(f"a tool call must name a function, got {_shown(call)}")
+def _normalize_call(call: _ToolCall) -> dict[str, Any]:
+    arguments = call.function.arguments or {}
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # the template shows what is no JSON as it is
             arguments = json.loads(arguments)
-    return {"id": rest.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _text(content: object) -> str:
-    match content:
-        case None:
-            return ""
-        case str():
-            return content
-        case [*parts] if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-            return "".join(str(part.get("text", "")) for part in parts)
-    raise ApiError(f"content must be text, got {_shown(content)}; images and sound cannot be sent")
-
-
-def _stop(value: object) -> tuple[str, ...] | None:
-    texts = [value] if isinstance(value, str) else value
-    if not texts:
-        return None
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise ApiError(f"stop must be a text or a list of texts, got {_shown(value)}")
-    return tuple(texts)
-
-
-def _own_variables(body: Mapping[str, Any]) -> dict[str, Any]:
-    found = body.get("chat_template_kwargs") or {}
-    if not isinstance(found, dict):
-        raise ApiError(f"chat_template_kwargs must be an object, got {_shown(found)}")
-    return found
+    return {"id": call.id or "", "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _shown(value: object) -> str:
@@ -176,7 +172,7 @@ def _shown(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ChatResponse:
     """What the policy said, for the client."""
 
     message: Mapping[str, Any]
@@ -188,12 +184,13 @@ class Answer:
     """Text and log-probability of every token."""
 
 
-def assistant_message(text: str, *, call_prefix: str, reads_calls: bool) -> dict[str, Any]:
+def assistant_message(text: str, *, call_prefix: str, reads_calls: bool, stop: Sequence[str] = ()) -> dict[str, Any]:
     """The policy's text as a message. With `reads_calls`, calls as Hermes and Qwen models write them become
     `tool_calls`; one that is no JSON, or was cut off, stays text.
 
     Args:
         call_prefix: of the ids of calls, unique in the conversation.
+        stop: texts that may have ended it; they are part of the turn, and not of what OpenAI's API returns.
     """
     calls: list[dict[str, Any]] = []
     content, position = "", 0
@@ -201,14 +198,17 @@ def assistant_message(text: str, *, call_prefix: str, reads_calls: bool) -> dict
         function = {"name": call.name, "arguments": json.dumps(call.arguments)}
         calls.append({"id": f"{call_prefix}{len(calls)}", "type": "function", "function": function})
         content, position = content + text[position : call.start], call.end
+    content += text[position:]
+    for one in stop:
+        content = content.partition(one)[0]
     if not calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": (content + text[position:]).strip() or None, "tool_calls": calls}
+        return {"role": "assistant", "content": content}
+    return {"role": "assistant", "content": content.strip() or None, "tool_calls": calls}
 
 
-def says_the_same(message: Mapping[str, Any], echoed: Mapping[str, Any]) -> bool:
+def same_message(message: Mapping[str, Any], echoed: Mapping[str, Any]) -> bool:
     """Whether a client repeats what the policy said: the same text, but for white space around it, and the same
-    calls. Both in the form of `normal`."""
+    calls. Both in the form of `normalize`."""
     return (
         echoed["role"] == "assistant"
         and message["content"].strip() == echoed["content"].strip()
@@ -220,42 +220,42 @@ def _calls(message: Mapping[str, Any]) -> list[Any]:
     return [call["function"] for call in message.get("tool_calls", ())]
 
 
-def response(answer: Answer, *, response_id: str, created: int) -> dict[str, Any]:
-    """The body of the answer to a request without `stream`."""
+def response_body(response: ChatResponse, *, response_id: str, created: int) -> dict[str, Any]:
+    """For a request without `stream`."""
     choice = {
         "index": 0,
-        "message": {"refusal": None, **answer.message},
-        "finish_reason": answer.finish_reason,
-        "logprobs": _logprobs(answer),
+        "message": {"refusal": None, **response.message},
+        "finish_reason": response.finish_reason,
+        "logprobs": _logprobs(response),
     }
     head = {"id": response_id, "object": "chat.completion", "created": created, "model": MODEL}
-    return {**head, "choices": [choice], "usage": _usage(answer)}
+    return {**head, "choices": [choice], "usage": _usage(response)}
 
 
-def events(answer: Answer, *, response_id: str, created: int, include_usage: bool) -> list[str]:
-    """The lines of an event stream: the whole answer in one piece, then why it ended."""
+def events(response: ChatResponse, *, response_id: str, created: int, include_usage: bool) -> list[str]:
+    """The lines of an event stream: the whole response in one piece, then why it ended."""
     head = {"id": response_id, "object": "chat.completion.chunk", "created": created, "model": MODEL}
-    delta = dict(answer.message)
+    delta = dict(response.message)
     if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    first = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": _logprobs(answer)}
-    last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason}
+    first = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": _logprobs(response)}
+    last = {"index": 0, "delta": {}, "finish_reason": response.finish_reason}
     chunks: list[dict[str, Any]] = [{**head, "choices": [first]}, {**head, "choices": [last]}]
     if include_usage:
-        chunks.append({**head, "choices": [], "usage": _usage(answer)})
+        chunks.append({**head, "choices": [], "usage": _usage(response)})
     return [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    asked, said = answer.num_prompt_tokens, answer.num_completion_tokens
+def _usage(response: ChatResponse) -> dict[str, int]:
+    asked, said = response.num_prompt_tokens, response.num_completion_tokens
     return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
 
 
-def _logprobs(answer: Answer) -> dict[str, Any] | None:
-    if answer.logprobs is None:
+def _logprobs(response: ChatResponse) -> dict[str, Any] | None:
+    if response.logprobs is None:
         return None
     tokens = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in answer.logprobs
+        for text, logprob in response.logprobs
     ]
     return {"content": tokens, "refusal": None}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout.agent.openai_protocol import Answer, ApiError, assistant_message, normal, says_the_same
+from rollout.agent.openai_protocol import ApiError, ChatResponse, assistant_message, normalize, same_message
 from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.rendering import TemplateError, TooLong
 
@@ -27,47 +27,33 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class _Conversation:
-    """`messages` are those that `ledger` holds the tokens of. The policy spoke last; both are empty until it did."""
+    """`messages` are those that `builder` holds the tokens of. The policy spoke last; both are empty until it did."""
 
     options: RenderOptions
-    ledger: TrajectoryBuilder = field(default_factory=lambda: TrajectoryBuilder(np.empty(0, np.int32)))
+    builder: TrajectoryBuilder = field(default_factory=lambda: TrajectoryBuilder(np.empty(0, np.int32)))
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     said: set[int] = field(default_factory=set)
     """Indices of the messages that the policy sampled."""
     last_ids: list[int] = field(default_factory=list)
     """What it said last; never empty once it spoke."""
     is_busy: bool = False
-    """The policy is about to answer in it."""
+    """The policy is about to respond in it."""
 
     def is_continued_by(self, request: ChatRequest) -> bool:
         if self.is_busy or not self.last_ids or self.options != request.options:
             return False
         known = len(self.messages)
         return known < len(request.messages) and all(
-            says_the_same(ours, theirs) if index in self.said else ours == theirs
+            same_message(ours, theirs) if index in self.said else ours == theirs
             for index, (ours, theirs) in enumerate(zip(self.messages, request.messages[:known], strict=True))
         )
-
-    def add(
-        self,
-        context: np.ndarray,
-        completion: TokenChunk,
-        *,
-        asked: Sequence[Mapping[str, Any]],
-        said: Mapping[str, Any],
-    ) -> None:
-        """What was asked and what the policy said, as tokens and as messages: all of it, or none."""
-        self.ledger.add_context(context)
-        self.ledger.add_generated(completion)
-        self.last_ids = completion.token_ids.tolist()
-        self.messages = [*asked, said]
-        self.said.add(len(asked))
 
 
 class Session:
     """
     Args:
         max_tokens: of each conversation, after as many tokens as the prompt has.
+        stop: texts that end a response if its request names none.
         give_up: called once, when the trajectory has failed whatever its agent does now. Does not wait.
     """
 
@@ -78,40 +64,32 @@ class Session:
         *,
         generate: Generate,
         template: ChatTemplateRenderer,
+        stop: Sequence[str] = (),
         give_up: Callable[[], None] = lambda: None,
     ) -> None:
-        self._prompt, self._most_tokens = prompt, len(prompt.token_ids) + max_tokens
-        self._generate, self._template, self._give_up = generate, template, give_up
+        self._prompt, self._max_tokens = prompt, len(prompt.token_ids) + max_tokens
+        self._generate, self._template, self._stop, self._give_up = generate, template, stop, give_up
         self._conversations: list[_Conversation] = []
         self._generating: set[asyncio.Task[TokenChunk]] = set()
-        self._is_closed = self._ran_out_of_room = self._ran_out_of_time = False
-        self._failure: Exception | None = None
-        self._num_answers = 0
-
-    @property
-    def ran_out_of_room(self) -> bool:
-        """Whether the last answer was cut off, or refused, because its conversation was full. An agent that goes on
-        with less history has room again."""
-        return self._ran_out_of_room
-
-    @property
-    def ran_out_of_time(self) -> bool:
-        """Whether a generation took too long."""
-        return self._ran_out_of_time
-
-    @property
-    def failure(self) -> Exception | None:
+        self._is_closed = False
+        self.ran_out_of_room = False
+        """The last response was cut off, or refused, because its conversation was full. An agent that continues with
+        less history has room again."""
+        self.ran_out_of_time = False
+        """A generation took too long."""
+        self.failure: Exception | None = None
         """What the engines raised."""
-        return self._failure
+        self._num_responses = 0
 
-    async def answer(self, request: ChatRequest) -> Answer:
-        """An answer that is given up, by cancellation, leaves its conversation as it was.
+    async def respond(self, request: ChatRequest) -> ChatResponse:
+        """A response that is cancelled leaves its conversation as it was.
 
         Raises:
-            ApiError: the chat template refuses the messages, there is no room for an answer, or the session has ended.
+            ApiError: the chat template refuses the messages, there is no room for a response, or the session has ended.
             Exception: of the engines.
         """
-        self._refuse_if_over()
+        if self._is_closed:
+            raise _ended()
         conversation, context = self._place(request)
         conversation.is_busy = True
         try:
@@ -134,16 +112,13 @@ class Session:
         for conversation in self._conversations:
             if not conversation.last_ids:
                 continue
-            first, *others = conversation.ledger.turns()
-            opening = first.token_ids[~first.is_generated]
+            first, *others = conversation.builder.turns()
             # Only the first sequence may be the one of the prompt.
-            begins_anew = bool(turns) or not np.array_equal(opening, self._prompt.token_ids)
+            begins_anew = bool(turns) or not np.array_equal(
+                first.token_ids[~first.is_generated], self._prompt.token_ids
+            )
             turns += [replace(first, begins_anew=begins_anew), *others]
         return tuple(turns) or TrajectoryBuilder(self._prompt.token_ids).turns()
-
-    def _refuse_if_over(self) -> None:
-        if self._is_closed or self._ran_out_of_time or self._failure is not None:
-            raise _ended()
 
     def _place(self, request: ChatRequest) -> tuple[_Conversation, np.ndarray]:
         """The longest conversation that the request continues, else another one; and the tokens, int32[T], of what is
@@ -154,12 +129,12 @@ class Session:
             if known:
                 conversation = max(known, key=lambda one: len(one.messages))
                 new = request.messages[len(conversation.messages) :]
-                num_used = len(conversation.ledger.token_ids())
-                most = max(0, self._most_tokens - num_used)
-                tokens = self._template.render_next_turn(conversation.last_ids, new, request.options, max_tokens=most)
+                num_used = len(conversation.builder.token_ids())
+                room = max(0, self._max_tokens - num_used)
+                tokens = self._template.render_next_turn(conversation.last_ids, new, request.options, max_tokens=room)
             else:
                 conversation = _Conversation(options=request.options)
-                tokens = self._template.render(request.messages, request.options, max_tokens=self._most_tokens)
+                tokens = self._template.render(request.messages, request.options, max_tokens=self._max_tokens)
                 self._conversations.append(conversation)
         except TemplateError as error:
             raise ApiError(str(error)) from error
@@ -167,20 +142,41 @@ class Session:
             raise self._no_room(f"more than {num_used + error.num_tokens}") from error
         return conversation, np.array(tokens, np.int32)
 
-    async def _speak(self, conversation: _Conversation, context: np.ndarray, request: ChatRequest) -> Answer:
-        asked = np.concatenate([conversation.ledger.token_ids(), context])
-        left = self._room(len(asked))
-        max_tokens = left if request.max_tokens is None else min(left, request.max_tokens)
-        completion = await self._generated(asked, max_tokens, request)
-        message = self._message(completion, request)
-        if len(completion.token_ids):
-            conversation.add(context, completion, asked=request.messages, said=normal(message))
-        if completion.finish_reason == "abort":
-            self._ran_out_of_time = True
+    async def _speak(self, conversation: _Conversation, context: np.ndarray, request: ChatRequest) -> ChatResponse:
+        asked = np.concatenate([conversation.builder.token_ids(), context])
+        room = self._max_tokens - len(asked)
+        if room < 1:
+            raise self._no_room(str(len(asked)))
+        max_tokens = room if request.max_tokens is None else min(room, request.max_tokens)
+        chunk = await self._generated(asked, max_tokens, request)
+        self._num_responses += 1
+        token_ids = chunk.token_ids.tolist()
+        message = assistant_message(
+            self._template.text(token_ids, spelled_out=False),
+            call_prefix=f"call_{self._num_responses}_",
+            reads_calls=bool(request.options.tools),
+            stop=self._stop if request.stop is None else request.stop,
+        )
+        if token_ids:  # tokens and messages together, or neither
+            conversation.builder.add_context(context)
+            conversation.builder.add_generated(chunk)
+            conversation.last_ids = token_ids
+            conversation.messages = [*request.messages, normalize(message)]
+            conversation.said.add(len(request.messages))
+        if chunk.finish_reason == "abort":
+            self.ran_out_of_time = True
             self._end()
             raise _ended("the generation took too long; ")
-        self._ran_out_of_room = completion.finish_reason == "length" and max_tokens == left
-        return self._answer(completion, message, request, num_prompt_tokens=len(asked))
+        is_cut = chunk.finish_reason == "length"
+        self.ran_out_of_room = is_cut and max_tokens == room
+        texts = [self._template.text([token]) for token in token_ids] if request.logprobs else []
+        return ChatResponse(
+            message=message,
+            finish_reason="length" if is_cut else "tool_calls" if "tool_calls" in message else "stop",
+            num_prompt_tokens=len(asked),
+            num_completion_tokens=len(token_ids),
+            logprobs=list(zip(texts, chunk.logprobs.tolist(), strict=True)) if request.logprobs else None,
+        )
 
     async def _generated(self, asked: np.ndarray, max_tokens: int, request: ChatRequest) -> TokenChunk:
         """In a task of its own, so that closing ends the generation, and not the request that waits for it."""
@@ -198,7 +194,7 @@ class Session:
                 raise _ended() from None
             raise
         except Exception as error:
-            self._failure = error
+            self.failure = error
             self._end()
             raise
         finally:
@@ -209,45 +205,14 @@ class Session:
             self._is_closed = True
             self._give_up()
 
-    def _room(self, num_used: int) -> int:
-        """Tokens that are left for an answer."""
-        left = self._most_tokens - num_used
-        if left < 1:
-            raise self._no_room(str(num_used))
-        return left
-
     def _no_room(self, num_tokens: str) -> ApiError:
         """For a conversation of so many tokens."""
-        self._ran_out_of_room = True
+        self.ran_out_of_room = True
         # Clients know the case by this code, or by the beginning of the text.
         return ApiError(
-            f"This model's maximum context length is {self._most_tokens} tokens, its answer included; the messages "
+            f"This model's maximum context length is {self._max_tokens} tokens, its response included; the messages "
             f"have {num_tokens}. Send fewer, or end the trajectory",
             code="context_length_exceeded",
-        )
-
-    def _message(self, completion: TokenChunk, request: ChatRequest) -> dict[str, Any]:
-        text = self._template.text(completion.token_ids.tolist(), spelled_out=False)
-        for stop in request.stop or ():
-            text = text.partition(stop)[0]  # it is part of the turn, and not of what OpenAI's API returns
-        self._num_answers += 1
-        prefix = f"call_{self._num_answers}_"
-        return assistant_message(text, call_prefix=prefix, reads_calls=bool(request.options.tools))
-
-    def _answer(
-        self, completion: TokenChunk, message: Mapping[str, Any], request: ChatRequest, *, num_prompt_tokens: int
-    ) -> Answer:
-        logprobs = None
-        if request.logprobs:
-            pairs = zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
-            logprobs = [(self._template.text([token]), logprob) for token, logprob in pairs]
-        is_cut = completion.finish_reason == "length"
-        return Answer(
-            message=message,
-            finish_reason="length" if is_cut else "tool_calls" if "tool_calls" in message else "stop",
-            num_prompt_tokens=num_prompt_tokens,
-            num_completion_tokens=len(completion.token_ids),
-            logprobs=logprobs,
         )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import traceback
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import numpy as np
 
 from rollout.agent.loop import AgentLoop, SingleTurnLoop
+from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError, PluginError
 from rollout.plugins import load
 from rollout.types import ToolUse, Trajectory, TrajectoryStatus, Turn
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
 
     from rollout.agent.loop import Generate
     from rollout.types import Prompt, TokenChunk
+
+
+class EpisodeFailed(AgentError):
+    """Why a loop brought no trajectory to its end, and what the policy had sampled by then (None if nothing, or if
+    that is no trajectory)."""
+
+    def __init__(self, kind: Literal["timeout", "agent_error"], message: str, so_far: Trajectory | None) -> None:
+        super().__init__(message)
+        self.kind: Literal["timeout", "agent_error"] = kind
+        self.so_far = so_far
 
 
 async def run_episode(
@@ -35,10 +47,11 @@ async def run_episode(
     """One trajectory of `loop`, checked. `timeout_s` bounds all of it; None leaves the limit to `generate`.
 
     Raises:
-        AgentError: the loop or its environment raised, took too long, or broke the contract; concerns this trajectory.
-        Exception: what `generate` raised, whatever the loop made of it; concerns all trajectories that are generated.
+        EpisodeFailed: the loop or its environment raised, took too long, or broke the contract. Concerns this
+            trajectory.
+        Exception: what `generate` raised, whatever the loop made of it. Concerns all trajectories that are generated.
     """
-    tracked = _TrackedGenerate(generate)
+    tracked = _TrackedGenerate(generate, prompt)
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -49,11 +62,13 @@ async def run_episode(
             raise
         if tracked.error is not None:
             raise tracked.error from error
+        so_far = tracked.so_far(prompt, max_tokens, max_sequences=max_sequences)
         if limit.expired():
-            raise AgentError(f"the trajectory took longer than task.agent_timeout_s={timeout_s:g}") from error
-        if isinstance(error, AgentError):
-            raise
-        raise AgentError(f"raised {type(error).__name__}: {error}{_where(error)}") from error
+            text = f"the trajectory took longer than task.agent_timeout_s={timeout_s:g}"
+            raise EpisodeFailed("timeout", text, so_far) from error
+        is_told = isinstance(error, AgentError)
+        text = str(error) if is_told else f"raised {type(error).__name__}: {error}{_where(error)}"
+        raise EpisodeFailed("agent_error", text, so_far) from error
     if tracked.error is not None:
         raise tracked.error
     return checked
@@ -69,16 +84,17 @@ def _is_ours(error: BaseException) -> bool:
 
 
 class _TrackedGenerate:
-    """A `Generate` that remembers how it failed."""
+    """A `Generate` that remembers what it generated, and how it failed."""
 
-    def __init__(self, generate: Generate) -> None:
+    def __init__(self, generate: Generate, prompt: Prompt) -> None:
         self._generate = generate
+        self._builder = TrajectoryBuilder(prompt.token_ids)
         self.error: Exception | None = None
 
     async def __call__(
         self, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
     ) -> TokenChunk:
-        # An engine that gets anything but integers takes no more requests, whoever's they are.
+        # An engine that gets anything but integers takes no more requests, from any trajectory.
         if not isinstance(max_tokens, Integral) or max_tokens < 1:
             allowed = f"generate() needs max_tokens >= 1 and whole, got {max_tokens}"
             raise AgentError(f"{allowed}; end the trajectory as truncated before")
@@ -90,10 +106,25 @@ class _TrackedGenerate:
         if stops is not None and not all(isinstance(text, str) and text for text in stops):
             raise AgentError(f"generate() needs stop strings that are not empty, got {stop!r}; give () for none")
         try:
-            return await self._generate(tokens, int(max_tokens), stop=stops)
+            chunk = await self._generate(tokens, int(max_tokens), stop=stops)
         except Exception as error:
             self.error = error
             raise
+        known = self._builder.token_ids()
+        if np.array_equal(tokens[: len(known)], known):
+            self._builder.add_context(tokens[len(known) :])
+        else:
+            self._builder.start_sequence(tokens)
+        self._builder.add_generated(chunk)
+        return chunk
+
+    def so_far(self, prompt: Prompt, max_tokens: int, *, max_sequences: int) -> Trajectory | None:
+        """Everything generated, as a trajectory; None if that is nothing, or if it breaks the contract."""
+        made = self._builder.finish("truncated")
+        with contextlib.suppress(AgentError):
+            if made.loss_mask.any():
+                return check_trajectory(made, prompt, max_tokens, max_sequences=max_sequences)
+        return None
 
 
 def _where(error: BaseException) -> str:
@@ -127,7 +158,8 @@ def check_trajectory(result: object, prompt: Prompt, max_tokens: int, *, max_seq
     if num_used > max_sequences:
         raise AgentError(
             f"the trajectory consists of {num_used} token sequences, task.agent_max_sequences={max_sequences} allows "
-            "no more; raise it, or rewrite less of what was said"
+            "no more; raise it, or rewrite less of what was said: a client that removes thoughts from earlier messages "
+            "starts a sequence in every turn"
         )
     return _without_unread_context(result)
 
@@ -137,7 +169,7 @@ def _check_sequence(result: Trajectory, sequence: slice, prompt: Prompt, max_tok
     num_prompt = len(prompt.token_ids)
     if sequence.start in result.sequence_starts:
         if not len(tokens) or loss_mask[0]:
-            raise AgentError("a sequence that begins anew must begin with context; give start_sequence() its tokens")
+            raise AgentError("another sequence must begin with context; give start_sequence() its tokens")
     elif not np.array_equal(tokens[:num_prompt], prompt.token_ids) or loss_mask[:num_prompt].any():
         raise AgentError(
             "the turns must begin with the prompt's tokens as context; begin a TrajectoryBuilder with them"
@@ -173,12 +205,15 @@ _DO = (
 
 
 def make_loop(
-    path: str, args: Mapping[str, object], *, chat_template_kwargs: Mapping[str, object] | None = None
+    path: str,
+    args: Mapping[str, object],
+    *,
+    chat_template_kwargs: Mapping[str, object] | None = None,
+    rollout_stop: Sequence[str] = (),
 ) -> AgentLoop:
     """The loop that the factory at `path` makes of `args`; an empty path is the single turn.
 
-    Args:
-        chat_template_kwargs: given to a factory with a parameter of this name, unless `args` has it.
+    A factory with a parameter `chat_template_kwargs` or `rollout_stop` gets that too, unless `args` has it.
 
     Raises:
         PluginError: there is no such factory, it cannot be called with `args` or raises, or makes something else.
@@ -188,24 +223,19 @@ def make_loop(
     factory = load(path, what="agent loop")
     if not callable(factory):
         raise PluginError(f"agent loop {path!r} is a {type(factory).__name__} and cannot be called; {_DO}")
+    of_the_run = {"chat_template_kwargs": chat_template_kwargs or {}, "rollout_stop": rollout_stop}
     try:
         signature = inspect.signature(factory)
-        if "chat_template_kwargs" in signature.parameters:
-            args = {"chat_template_kwargs": chat_template_kwargs or {}, **args}
-        signature.bind(**args)
+        full = {name: value for name, value in of_the_run.items() if name in signature.parameters} | dict(args)
+        signature.bind(**full)
     except TypeError as error:
         raise PluginError(f"agent loop {path!r} cannot be called with task.agent_args={dict(args)}: {error}") from error
     except ValueError:
-        pass  # some compiled callables do not tell their signature; the call will
+        full = args  # some compiled callables have no signature; the call will show
     try:
-        loop = factory(**args)
+        loop = factory(**full)
     except Exception as error:
         raise PluginError(f"agent loop {path!r} raised {type(error).__name__}: {error}") from error
-    _check_run(loop, path)
-    return cast("AgentLoop", loop)
-
-
-def _check_run(loop: object, path: str) -> None:
     run = getattr(loop, "run", None)
     if not inspect.iscoroutinefunction(run):
         kind = "no method run" if run is None else "a run that is no async method"
@@ -214,3 +244,4 @@ def _check_run(loop: object, path: str) -> None:
         inspect.signature(run).bind(None, None, None)
     except TypeError as error:
         raise PluginError(f"agent loop {path!r}: its run cannot be called as a loop: {error}; {_DO}") from error
+    return cast("AgentLoop", loop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ log = logging.getLogger(__name__)
 
 MAX_THREADS = 1024
 """Of one pool in one rollout worker; they start as they are needed."""
+_POOLS: weakref.WeakSet[UserThreads] = weakref.WeakSet()
 
 
 class AllThreadsHang(RuntimeError):
@@ -37,6 +39,7 @@ class UserThreads:
         self._pool = ThreadPoolExecutor(max_workers=max_threads, thread_name_prefix=what)
         self.num_hanging = 0
         self._warn_at = 1
+        _POOLS.add(self)
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the function returns, or raises.
@@ -55,30 +58,29 @@ class UserThreads:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
             if work.running():
-                self._note_hanging()
-                work.add_done_callback(partial(self._note_end, loop))
+                self._count(1)
+                work.add_done_callback(lambda _: self._ended(loop))
             raise
 
     def close(self) -> None:
         """Does not wait for what still runs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _note_hanging(self) -> None:
-        self.num_hanging += 1
+    def _count(self, change: int) -> None:
+        self.num_hanging += change
         if self.num_hanging >= self._warn_at:
             self._warn_at = 2 * self.num_hanging
             log.warning(
                 "%d of %d threads for %ss still run calls that took too long; a thread cannot be ended",
-                self.num_hanging,
-                self._max_threads,
-                self._what,
-            )
+                self.num_hanging, self._max_threads, self._what,
+            )  # fmt: skip
 
-    def _note_end(self, loop: asyncio.AbstractEventLoop, _: object) -> None:
+    def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
         """In the thread that hung."""
-
-        def count() -> None:
-            self.num_hanging -= 1
-
         with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(count)
+            loop.call_soon_threadsafe(self._count, -1)
+
+
+def num_hanging() -> int:
+    """Threads of all pools of this process that still run calls that took too long."""
+    return sum(pool.num_hanging for pool in _POOLS)

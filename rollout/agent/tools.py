@@ -1,4 +1,4 @@
-"""An agent that calls tools: the policy writes a call, a Python function answers it, and the policy goes on.
+"""An agent that calls tools: the policy writes a call, a Python function runs it, and the policy continues.
 
 A call is what Hermes and Qwen models write, one per turn:
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loop import MultiTurnLoop, Reply
@@ -64,7 +63,7 @@ def tool_agent(
             return is shown as text. A plain function runs in a thread, so it may block.
         max_turns: of the policy.
         tool_timeout_s: of one call. A thread cannot be ended: a function that may hang should bound its own time.
-        max_result_chars: of one result; the rest is cut, and the policy is told.
+        max_result_chars: of one result; a longer one is cut, with a note to the policy.
         tools_in_prompt: have the chat template show the tools in the prompts, if it reads `tools`; each needs
             annotations and a docstring that describes it and its arguments. The run warns at its start if the prompts
             do not name them.
@@ -107,21 +106,20 @@ def _shown(tokenizer: Any, functions: Mapping[str, Callable[..., object]]) -> li
 
 
 class TurnTemplate:
-    """What a chat template puts between the end of what the policy said and the begin of what it says next.
+    """What a chat template puts between two turns of the policy.
+
+    Args:
+        arguments: of the template, besides the messages.
 
     Example:
         template.tokens(generated_ids, "42")  # <|im_end|>\\n<|im_start|>tool\\n42<|im_end|>\\n<|im_start|>assistant\\n
     """
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
-        """`arguments`: of the template, beside the messages."""
         self._template, self._options = ChatTemplateRenderer(tokenizer), RenderOptions(variables=arguments or {})
+        self.text = self._template.text
         if "a result" not in self._template.suffix(_message("a result"), self._options):
             raise ValueError("the chat template does not show what a tool returned; use one that knows the role `tool`")
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Special tokens spelled out."""
-        return self._template.text(token_ids)
 
     def tokens(self, generated_ids: Sequence[int], result: str) -> list[int]:
         """Context tokens that follow `generated_ids`. If these have the end of the turn already, it is not repeated."""
@@ -130,15 +128,6 @@ class TurnTemplate:
 
 def _message(result: str) -> list[Mapping[str, Any]]:
     return [{"role": "tool", "content": result}]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolResult:
-    """Of one call."""
-
-    text: str
-    """What the policy reads."""
-    is_error: bool
 
 
 class Toolbox:
@@ -150,13 +139,13 @@ class Toolbox:
         self._functions, self._timeout_s, self._max_result_chars = functions, timeout_s, max_result_chars
         self._threads = UserThreads("tool")
 
-    async def answer(self, text: str) -> ToolResult | None:
-        """What the policy reads after a turn, errors included; None if the turn calls nothing."""
+    async def reply(self, text: str) -> tuple[str, bool] | None:
+        """What the policy reads after a turn, and whether that is an error; None if the turn calls nothing."""
         try:
             call = last_tool_call(text)
-            return None if call is None else ToolResult(text=self._cut(await self._run(call)), is_error=False)
+            return None if call is None else (self._cut(await self._run(call)), False)
         except (ToolError, ToolCallError) as error:
-            return ToolResult(text=self._cut(f"error: {error}"), is_error=True)
+            return self._cut(f"error: {error}"), True
 
     async def _run(self, call: ToolCall) -> str:
         function = self._functions.get(call.name)
@@ -178,8 +167,8 @@ class Toolbox:
 
     def _cut(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
-        most = self._max_result_chars
-        return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"
+        limit = self._max_result_chars
+        return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} more characters)"
 
 
 class _ToolUser:
@@ -191,9 +180,10 @@ class _ToolUser:
 
     async def step(self, turns: tuple[Turn, ...]) -> Reply:
         generated = turns[-1].token_ids[turns[-1].is_generated].tolist()
-        answer = await self._box.answer(self._template.text(generated))
-        if answer is None:
+        reply = await self._box.reply(self._template.text(generated))
+        if reply is None:
             return Reply(token_ids=None)
+        text, is_error = reply
         used = self.tool_use
-        self.tool_use = ToolUse(num_calls=used.num_calls + 1, num_errors=used.num_errors + answer.is_error)
-        return Reply(token_ids=self._template.tokens(generated, answer.text))
+        self.tool_use = ToolUse(num_calls=used.num_calls + 1, num_errors=used.num_errors + is_error)
+        return Reply(token_ids=self._template.tokens(generated, text))

@@ -28,7 +28,7 @@ class TrajectoryBuilder:
         builder.add_generated(await generate(builder.token_ids(), 100))
         builder.add_reward(0.5)
         builder.add_context(tool_result_ids)
-        builder.turns()  # (Turn(prompt and answer, reward 0.5), Turn(tool result))
+        builder.turns()  # (Turn(prompt and response, reward 0.5), Turn(tool result))
         return builder.finish("completed")
     """
 
@@ -56,16 +56,16 @@ class TrajectoryBuilder:
         self._add_context(tokens)
 
     def start_sequence(self, token_ids: np.ndarray) -> None:
-        """Starts another sequence with these tokens as its context: history that was rewritten, shortened or left
-        behind. What was generated so far stays in the sequences that it belongs to; context that nothing was generated
-        after is dropped.
+        """Starts another sequence with these tokens as its context: history that was rewritten, shortened or left out.
+        What was generated so far stays in the sequences that it belongs to; context that nothing was generated after is
+        dropped.
 
         Raises:
             ValueError: they are no whole numbers in one row, or there are none.
         """
         tokens = _row(token_ids)
         if not len(tokens):
-            raise ValueError("a sequence that begins anew needs at least one token of context, got none")
+            raise ValueError("another sequence needs at least one token of context, got none")
         self._start_turn()
         start = self._turn_starts[-1]
         del self._chunks[self._first_of_turn :]
@@ -73,7 +73,7 @@ class TrajectoryBuilder:
         self._sequence_starts = [*(one for one in self._sequence_starts if one < start), start]
         self._add_context(tokens)
 
-    begin_anew = start_sequence
+    begin_anew = start_sequence  # its older name
 
     def add_generated(self, chunk: TokenChunk) -> None:
         """Appends sampled tokens with their log-probabilities and versions."""

@@ -38,7 +38,7 @@ class BufferStats:
     """Failed attempts, retried or not."""
     retried: int
     dropped: Mapping[str, int]
-    """Groups given up after their last retry, by type of the last error."""
+    """After their last retry, by type of the last error."""
     replaced: int
     """Filtered and dropped groups together: each made room for one more prompt."""
     discarded_tokens: int
@@ -62,14 +62,14 @@ class StarvationGuard:
 
     def __init__(self, *, groups_per_step: int, max_filtered_batches_per_step: int) -> None:
         self._groups_per_step = groups_per_step
-        self._max_refills_per_step = max_filtered_batches_per_step
+        self._max_filtered_batches = max_filtered_batches_per_step
         self._filtered: Counter[str] = Counter()
         self._num_finished = 0
         self._dropped: list[Exception] = []
         self._first_failure, self._num_failed = "", 0
 
     def on_finished(self) -> None:
-        """A group worked, so dropped ones are not in a row; with a step's worth of them filtered ones are forgiven,
+        """A group worked, so dropped ones are not in a row; a step's worth of them resets the count of filtered ones,
         also while the learner is busy and takes none."""
         self._dropped.clear()
         self._num_finished += 1
@@ -85,7 +85,7 @@ class StarvationGuard:
         self._first_failure = self._first_failure or failure
         self._num_failed += bool(failure)
         total = self._filtered.total()
-        if total <= self._max_refills_per_step * self._groups_per_step:
+        if total <= self._max_filtered_batches * self._groups_per_step:
             return None
         reasons = ", ".join(f"{name}: {count}" for name, count in self._filtered.most_common())
         why = ""
@@ -99,17 +99,17 @@ class StarvationGuard:
             why += f"The first failure: {first_line}"
         return NoProgress(
             f"{total} groups were filtered ({reasons}) without one step of {self._groups_per_step} groups; at most "
-            f"max_filtered_batches_per_step={self._max_refills_per_step} times {self._groups_per_step} are allowed. "
+            f"max_filtered_batches_per_step={self._max_filtered_batches} times {self._groups_per_step} are allowed. "
             f"{why.rstrip()}"
         )
 
     def on_dropped(self, error: Exception) -> NoProgress | None:
         self._dropped.append(error)
-        if len(self._dropped) < self._max_refills_per_step:
+        if len(self._dropped) < self._max_filtered_batches:
             return None
         first = self._dropped[0]
         no_progress = NoProgress(
-            f"{len(self._dropped)} prompts in a row were given up after all their retries, without one group that "
+            f"{len(self._dropped)} prompts in a row were dropped after all their retries, without one group that "
             f"worked between them; the first failed with {type(first).__name__}: {first}"
         )
         no_progress.__cause__ = first

@@ -71,19 +71,18 @@ class RolloutBuffer:
         next_group_id: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check("groups_per_step", groups_per_step, 1)
-        _check("max_staleness", max_staleness, 0)
-        _check("max_retries", max_retries, 0)
-        _check("max_filtered_batches_per_step", max_filtered_batches_per_step, 1)
-        self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
-        self._max_retries = max_retries
+        for name, value, smallest in (
+            ("groups_per_step", groups_per_step, 1),
+            ("max_staleness", max_staleness, 0),
+            ("max_retries", max_retries, 0),
+            ("max_filtered_batches_per_step", max_filtered_batches_per_step, 1),
+        ):
+            if value < smallest:
+                raise ValueError(f"{name} must be >= {smallest}, got {value}")
+        self._groups_per_step, self._max_staleness, self._max_retries = groups_per_step, max_staleness, max_retries
         self._num_slots = min(2, max_staleness + 1) * groups_per_step
-        self._version = version
+        self._version, self._end_step, self._next_group_id, self._clock = version, end_step, next_group_id, clock
         self._first_step = self._next_step = step
-        self._end_step = end_step
-        self._next_group_id = next_group_id
-        self._clock = clock
 
         self._returning: deque[tuple[int, Prompt]] = deque()  # of a resumed run, not admitted again yet
         self._queued: deque[RolloutRequest] = deque()
@@ -150,7 +149,7 @@ class RolloutBuffer:
     # --- run_rollouts -------------------------------------------------------------------------------------------------
 
     async def claim(self) -> RolloutRequest:
-        """The next queued prompt, first in first out, retries first. Whoever claims must finish, filter or fail it."""
+        """The next queued prompt, first in first out, retries first. The caller must finish, filter or fail it."""
         while True:
             await self._has_queued.wait()
             self._raise_if_closed()
@@ -172,15 +171,14 @@ class RolloutBuffer:
                 f"group {group.group_id} was claimed with start_version {request.start_version} but finished with "
                 f"{group.start_version}; copy it from the RolloutRequest"
             )
-        self._end_running(group.group_id)
         self._ready[group.group_id] = (request, group)
         self._counts["finished"] += 1
         self._tokens["finished"] += group.num_generated_tokens
         self._guard.on_finished()
-        self._notify()
+        self._end_running(group.group_id)
 
     def filter(self, group_id: int, reason: str, *, failure: str = "") -> None:
-        """Ends a claimed group that is not worth a training slot (e.g. all rewards equal); its slot is refilled.
+        """Ends a claimed group that is not worth a training slot (e.g. all rewards equal); its slot is replaced.
 
         Args:
             failure: the first error in the group, if its rewards failed.
@@ -189,9 +187,8 @@ class RolloutBuffer:
             NoProgress: too many were filtered while not one step's groups worked. The buffer is closed with this error.
         """
         self._require_running(group_id, "filter")
-        self._end_running(group_id)
         self._filtered[reason] += 1
-        self._notify()
+        self._end_running(group_id)
         self._close_if(self._guard.on_filtered(reason, failure=failure))
 
     def fail(self, group_id: int, error: Exception) -> Literal["retried", "dropped"]:
@@ -203,7 +200,6 @@ class RolloutBuffer:
             NoProgress: many prompts in a row were dropped. Carries the first error; the buffer is closed with it.
         """
         request = self._require_running(group_id, "fail")
-        self._end_running(group_id)
         self._counts["failed"] += 1
         is_blameless = isinstance(error, WorkerLost) and request.num_worker_losses < MAX_WORKER_LOSSES
         if is_blameless or request.attempt < self._max_retries:
@@ -215,10 +211,10 @@ class RolloutBuffer:
                 num_worker_losses=request.num_worker_losses + is_blameless,
             )
             self._queued.appendleft(again)
-            self._notify()
+            self._end_running(group_id)
             return "retried"
         self._dropped[type(error).__name__] += 1
-        self._notify()
+        self._end_running(group_id)
         self._close_if(self._guard.on_dropped(error))
         return "dropped"
 
@@ -273,10 +269,8 @@ class RolloutBuffer:
     # --- take_steps ---------------------------------------------------------------------------------------------------
 
     def grow_slots(self) -> None:
-        """The learner has nothing to do: if it is groups that are missing, B more slots are open from now on.
-
-        Not before the first step, for which nothing can be ready.
-        """
+        """The learner has nothing to do: if groups are missing, B more slots are open from now on. Not before the first
+        step, for which nothing can be ready."""
         is_needed = self._is_take_waiting and self._is_group_missing and self._next_step > self._first_step
         if is_needed and self._num_slots < (self._max_staleness + 1) * self._groups_per_step:
             self._num_slots += self._groups_per_step
@@ -306,7 +300,7 @@ class RolloutBuffer:
     # --- shutdown, statistics, resume --------------------------------------------------------------------------------
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wakes every waiter with `BufferClosed`, now and forever; `error` is its cause. The first call counts."""
+        """Wakes every waiter, now and later, with `BufferClosed`; `error` is its cause. The first call counts."""
         if self._closed is None:
             self._closed = BufferClosed(f"closed by {type(error).__name__}: {error}" if error else "closed")
             self._closed.__cause__ = error
@@ -339,12 +333,8 @@ class RolloutBuffer:
             num_training=self._num_slots_used - self._num_outstanding,
             oldest_age=self._newest_version - min(start_versions, default=self._newest_version),
             version=self._version,
-            admitted=self._counts["admitted"],
-            finished=self._counts["finished"],
-            trained=self._counts["trained"],
+            **{name: self._counts[name] for name in ("admitted", "finished", "trained", "failed", "retried")},
             filtered=dict(self._filtered),
-            failed=self._counts["failed"],
-            retried=self._counts["retried"],
             dropped=dict(self._dropped),
             replaced=self._filtered.total() + self._dropped.total(),
             discarded_tokens=self._tokens["finished"] - self._tokens["taken"] - ready_tokens,
@@ -357,8 +347,8 @@ class RolloutBuffer:
         """What a checkpoint after `step` steps must remember, as plain JSON values.
 
         Steps before `step` count as trained; every other prompt in the buffer, those taken for `step` and later
-        included, is written down, to be admitted again. Take it in the same event-loop turn as the state of the prompt
-        source, or a prompt between the two is lost.
+        included, is in it, to be admitted again. Take it in the same event-loop turn as the state of the prompt source,
+        or a prompt between the two is lost.
         """
         if not self._next_step - len(self._in_training) <= step <= self._next_step:
             raise ValueError(
@@ -426,6 +416,7 @@ class RolloutBuffer:
     def _end_running(self, group_id: int) -> None:
         del self._running[group_id]
         self._awaited.discard(group_id)
+        self._notify()
 
     def _require_slot(self) -> None:
         self._raise_if_closed()
@@ -471,13 +462,8 @@ def _keys(requests: Iterable[RolloutRequest]) -> list[GroupKey]:
 
 
 def _prompt_id(entry: Mapping[str, Any]) -> str:
-    return entry["prompt_id"] if "prompt_id" in entry else entry["prompt"]["prompt_id"]  # as checkpoints were once
+    return entry["prompt_id"] if "prompt_id" in entry else entry["prompt"]["prompt_id"]  # an older checkpoint's
 
 
 def _set(event: asyncio.Event, value: bool) -> None:
     (event.set if value else event.clear)()
-
-
-def _check(name: str, value: int, smallest: int) -> None:
-    if value < smallest:
-        raise ValueError(f"{name} must be >= {smallest}, got {value}")

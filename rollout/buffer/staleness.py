@@ -15,9 +15,9 @@ The timetable
 
 The rule (`select`)
     Step t takes exactly B ready groups, the oldest ones, provided that those who stay behind (ready or not) keep the
-    timetable from step t+1: for every k >= 0, at most k*B of them have a deadline <= t+k. (k = 0 says that whoever is
-    due now must be taken now.) Otherwise it waits. Oldest first is the best choice there is: no other B ready groups
-    contain more groups with a deadline <= t+k, for any k. So if any choice of B ready groups would be allowed, this
+    timetable from step t+1: for every k >= 0, at most k*B of them have a deadline <= t+k. (k = 0: what is due now
+    must be taken now.) Otherwise it waits. Oldest first is the best choice there is: no other B ready groups contain
+    more groups with a deadline <= t+k, for any k. So if any choice of B ready groups would be allowed, this
     one is, and `select` waits only when it must.
 
 Promise: every trained group has age <= S, and no group is discarded for its age.
@@ -28,7 +28,7 @@ We show that C(t) holds whenever t is the next step to be taken; then a group ta
 C(t) of the steps before, and is of age <= S.
 
   1. Start. At step t = L nothing is outstanding; C(t) is empty. This includes a resumed run: it begins with an empty
-     buffer at L = t, and prompts that were in flight are admitted anew, as in 2.
+     buffer at L = t, and prompts that were in flight are admitted again, as in 2.
   2. Admission keeps C(t). Steps L..t-1 were taken and are not live yet, so their (t-L)*B groups still hold their slots
      and, the new group counted, at most (S+1)*B - (t-L)*B = (L+S-t+1)*B groups are outstanding. The deadline of the
      new group is t+k' with k' = L+S-t. Counts for k < k' do not change. For k >= k' the count is at most all of the
@@ -36,7 +36,7 @@ C(t) of the steps before, and is of age <= S.
      matters that slots are freed when weights are *live*, not when the step was trained: an earlier release would let
      in (S+1)*B groups whose deadline is counted from an older version.
   3. A group that leaves (filtered, dropped) only lowers counts. Its refill is an admission. A failed group that is
-     retried leaves and is admitted anew with `start_version = L`: nothing that it generated will be trained, so it is
+     retried leaves and is admitted again with `start_version = L`: nothing that it generated will be trained, so it is
      as young as a new one. (Keeping the old start version would be safe too, but would make steps wait for it.)
   4. A release raises L and changes no deadline and no outstanding group. Raising L further than the released steps
      (weights landed before their slots were freed) leaves the bound in 2 with room to spare.

@@ -117,5 +117,7 @@ class WorkerReport:
     """Tokens of responses that they kept."""
     lost_tokens: int = 0
     """Generated for groups that came to nothing here."""
+    hanging_threads: int = 0
+    """Threads of tools and agents that still run calls that took too long."""
     lost_engines: Mapping[str, tuple[int, str]]
     """Engine -> (incarnation, why this worker sends it nothing more)."""

@@ -1,11 +1,12 @@
 """Data sets: readers of JSONL, Parquet and Hugging Face data, columns, duplicates, overlap.
 
-A reader returns plain rows and knows nothing of tokenizers: `rendering.py` turns rows into prompts. Heavy libraries
-are imported only by the reader that needs them.
+A reader returns plain rows and knows nothing of tokenizers: `render_prompts.py` turns rows into prompts. Only the
+reader that needs a heavy library imports it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -13,6 +14,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,58 +30,16 @@ if TYPE_CHECKING:
 FILE_READERS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 """Suffix -> the reader of such files. Files have no splits: a reader of files reads all that its path names."""
 
-
-def reader_of_suffix(path: str) -> str | None:
-    """The reader that `auto` means for the suffix alone; None where that does not tell."""
-    return FILE_READERS.get(Path(path).suffix)
-
-
-def files_of(given: str, reader: str) -> list[Path]:
-    """The file, or those of the directory that this reader of files reads, by name.
-
-    Raises:
-        DataError: there is no such file or directory, or nothing to read in it.
-    """
-    path = Path(given).expanduser()
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise missing(given)
-    suffixes = [suffix for suffix, name in FILE_READERS.items() if name == reader]
-    files = sorted(p for p in path.iterdir() if p.suffix in suffixes)
-    if not files:
-        raise DataError(f"directory {given!r} holds no {' or '.join(suffixes)} file; check the path")
-    return files
-
-
-def missing(given: str) -> DataError:
-    """That there is no such path, with names that are near."""
-    path = Path(given).expanduser()
-    if path.parent.is_dir():
-        names = [p.name for p in path.parent.iterdir()]
-        near = [str(path.parent / n) for n in difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)]
-        hint = f"did you mean {' or '.join(near)}?" if near else f"nothing in {path.parent} has a similar name"
-    else:
-        hint = f"its directory {path.parent} does not exist either"
-    return DataError(f"data set {given!r} does not exist; {hint} (paths are relative to {Path.cwd()})")
-
-
 ReaderName = Literal["auto", "arithmetic", "jsonl", "parquet", "hf"]
 
 BUILTIN_ARITHMETIC = "builtin:arithmetic"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+_NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSpec:
-    """One data set and how its rows become prompts: the plain values of the `task` section of the config.
-
-    Example:
-        DatasetSpec(path="data/math.jsonl", reader="auto", split="train", prompt_column="prompt",
-                   answer_column="answer", answer_required=True, reward_column="", reward_column_required=False,
-                   rewards_with_answer=frozenset(), apply_chat_template=True, system_prompt="", dedup=True,
-                   max_prompt_tokens=512, overlong_prompts="filter", max_operand=49)
-    """
+    """One data set and how its rows become prompts: the plain values of the `task` section of the config."""
 
     path: str
     """A file, a directory of files, a directory written by `save_to_disk`, a hub name (`owner/name` or
@@ -93,7 +53,7 @@ class DatasetSpec:
     answer_required: bool
     """Whether rows without an answer, and without a reward of their own, are an error (the reward compares with it)."""
     reward_column: str
-    """Column that names the reward of a row, as `answer_column`; null, empty and not there leave it to the task."""
+    """Column that names the reward of a row, as `answer_column`; null, empty and missing leave it to the task."""
     reward_column_required: bool
     """Whether a data set in which no row has that column is an error."""
     rewards_with_answer: frozenset[str]
@@ -112,6 +72,11 @@ class DatasetSpec:
     """builtin:arithmetic only."""
     keep_messages: bool = False
     """Whether prompts keep the chat messages that they were made of: as much memory again as their text."""
+
+    @property
+    def used_reader(self) -> str:
+        """Of `auto`: by the suffix of the path, by what a directory contains, else a Hugging Face name."""
+        return _resolve(self.path) if self.reader == "auto" else self.reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,38 +100,74 @@ def read_rows(spec: DatasetSpec) -> list[Row]:
         "parquet": _read_parquet,
         "hf": _read_hugging_face,
     }
-    kind = resolve_reader(spec) if spec.reader == "auto" else spec.reader
-    if kind not in readers:
-        raise DataError(f"unknown reader {kind!r}; allowed: auto, {', '.join(readers)}; set task.reader")
-    rows = readers[kind](spec)
+    reader = spec.used_reader
+    if reader not in readers:
+        raise DataError(f"unknown reader {reader!r}; allowed: auto, {', '.join(readers)}; set task.reader")
+    rows = readers[reader](spec)
     if not rows:
-        raise DataError(f"data set {spec.path!r} has no rows (read as {kind}); give one with at least one prompt")
+        raise DataError(f"data set {spec.path!r} has no rows (read as {reader}); give one with at least one prompt")
     return rows
 
 
-def resolve_reader(spec: DatasetSpec) -> str:
-    """Which reader `auto` means for a path: by its suffix, by what a directory holds, else a Hugging Face name."""
-    if spec.path == BUILTIN_ARITHMETIC:
+def reader_of_suffix(path: str) -> str | None:
+    """The reader that `auto` takes for the suffix alone; None if that does not decide it."""
+    return FILE_READERS.get(Path(path).suffix)
+
+
+def _resolve(given: str) -> str:
+    if given == BUILTIN_ARITHMETIC:
         return "arithmetic"
-    if spec.path.startswith("builtin:"):
-        raise DataError(f"there is no data set {spec.path!r}; the only built-in one is {BUILTIN_ARITHMETIC!r}")
-    by_suffix = reader_of_suffix(spec.path)
-    if by_suffix is not None:
+    if given.startswith("builtin:"):
+        raise DataError(f"there is no data set {given!r}; the only built-in one is {BUILTIN_ARITHMETIC!r}")
+    if (by_suffix := reader_of_suffix(given)) is not None:
         return by_suffix
-    path = Path(spec.path).expanduser()
+    path = Path(given).expanduser()
     if path.is_dir():
         kinds = {FILE_READERS[p.suffix] for p in path.iterdir() if p.suffix in FILE_READERS}
         if len(kinds) > 1:
-            raise DataError(f"directory {spec.path!r} mixes JSONL and Parquet files; set task.reader to one of them")
+            raise DataError(f"directory {given!r} mixes JSONL and Parquet files; set task.reader to one of them")
         return kinds.pop() if kinds else "hf"
     if path.is_file():
         raise DataError(
-            f"cannot tell how to read {spec.path!r} by its suffix {path.suffix!r}; known: {', '.join(FILE_READERS)}; "
+            f"cannot tell how to read {given!r} by its suffix {path.suffix!r}; known: {', '.join(FILE_READERS)}; "
             "rename it, or set task.reader to jsonl or parquet"
         )
-    if spec.path.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(spec.path):
-        raise missing(spec.path)
+    if given.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(given):
+        raise _missing(given)
     return "hf"
+
+
+def _missing(given: str) -> DataError:
+    """That there is no such path, with names that are near."""
+    path = Path(given).expanduser()
+    if path.parent.is_dir():
+        names = [p.name for p in path.parent.iterdir()]
+        near = [str(path.parent / n) for n in difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)]
+        hint = f"did you mean {' or '.join(near)}?" if near else f"nothing in {path.parent} has a similar name"
+    else:
+        hint = f"its directory {path.parent} does not exist either"
+    return DataError(f"data set {given!r} does not exist; {hint} (paths are relative to {Path.cwd()})")
+
+
+def _files_of(given: str, reader: str) -> list[Path]:
+    """The file, or those of the directory that this reader of files reads, by name."""
+    path = Path(given).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise _missing(given)
+    suffixes = [suffix for suffix, name in FILE_READERS.items() if name == reader]
+    files = sorted(p for p in path.iterdir() if p.suffix in suffixes)
+    if not files:
+        raise DataError(f"directory {given!r} holds no {' or '.join(suffixes)} file; check the path")
+    return files
+
+
+def _labelled_files(spec: DatasetSpec, reader: str) -> list[tuple[Path, str]]:
+    """With what the ids of their rows begin with: names without suffix, or with it where these are not unique."""
+    paths = _files_of(spec.path, reader)
+    are_unique = len({path.stem for path in paths}) == len(paths)
+    return [(path, path.stem if are_unique else path.name) for path in paths]
 
 
 def _read_arithmetic(spec: DatasetSpec) -> list[Row]:
@@ -175,46 +176,37 @@ def _read_arithmetic(spec: DatasetSpec) -> list[Row]:
             f"reader 'arithmetic' makes its own data and cannot read {spec.path!r}; "
             f"use {BUILTIN_ARITHMETIC!r} as the path, or task.reader=auto"
         )
-    pairs = operand_pairs(spec.split, max_operand=spec.max_operand)
     return [
         Row(
             row_id=f"arithmetic/{a}+{b}",
             where=f"{BUILTIN_ARITHMETIC}, {a}+{b}",
             columns={spec.prompt_column: question(a, b), spec.answer_column: str(a + b)},
         )
-        for a, b in pairs
+        for a, b in operand_pairs(spec.split, max_operand=spec.max_operand)
     ]
 
 
 def _read_jsonl(spec: DatasetSpec) -> list[Row]:
     rows: list[Row] = []
-    for path, label in _labelled(files_of(spec.path, "jsonl")):
+    for path, label in _labelled_files(spec, "jsonl"):
         for number, text in _lines(path):
+            where = f"{path}, line {number}"
             try:
                 columns = json.loads(text)
             except json.JSONDecodeError as error:
                 raise DataError(
-                    f"{path}, line {number}: not valid JSON ({error.msg}, column {error.colno}); "
-                    "a .jsonl file holds one JSON object per line"
+                    f"{where}: not valid JSON ({error.msg}, column {error.colno}); a .jsonl file holds one JSON object "
+                    "per line"
                 ) from error
             except (ValueError, RecursionError) as error:  # valid JSON, and more than Python reads
                 raise DataError(
-                    f"{path}, line {number}: cannot be read ({error}); write an integer of thousands of digits as a "
-                    "string, and nest less deeply"
+                    f"{where}: cannot be read ({error}); write an integer of thousands of digits as a string, and nest "
+                    "less deeply"
                 ) from error
             if not isinstance(columns, dict):
-                raise DataError(
-                    f"{path}, line {number}: got a JSON {type(columns).__name__}; each line must be one JSON object"
-                )
-            rows.append(Row(row_id=f"{label}/{number}", where=f"{path}, line {number}", columns=columns))
+                raise DataError(f"{where}: got a JSON {type(columns).__name__}; each line must be one JSON object")
+            rows.append(Row(row_id=f"{label}/{number}", where=where, columns=columns))
     return rows
-
-
-def _labelled(paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """With what the ids of their rows begin with: names without suffix, or with it where these are not unique."""
-    stems = [path.stem for path in paths]
-    are_unique = len(set(stems)) == len(stems)
-    return [(path, path.stem if are_unique else path.name) for path in paths]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -237,21 +229,21 @@ def _read_parquet(spec: DatasetSpec) -> list[Row]:
     import pyarrow.parquet as pq
 
     rows: list[Row] = []
-    for path, label in _labelled(files_of(spec.path, "parquet")):
+    for path, label in _labelled_files(spec, "parquet"):
         try:
-            table = pq.ParquetFile(path).read()
+            batches = [batch.to_pylist() for batch in pq.ParquetFile(path).iter_batches()]
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"{path} is not a readable Parquet file: {error}; write it again, or set task.reader"
             ) from error
-        for index, columns in enumerate(table.to_pylist()):
+        for index, columns in enumerate(chain.from_iterable(batches)):
             rows.append(Row(row_id=f"{label}/{index}", where=f"{path}, row {index}", columns=columns))
     return rows
 
 
 def _read_hugging_face(spec: DatasetSpec) -> list[Row]:
     if not Path(spec.path).expanduser().exists() and not _HUB_NAME.fullmatch(spec.path):
-        raise missing(spec.path)
+        raise _missing(spec.path)
     splits = _load_hugging_face(spec)
     if spec.split not in splits:
         raise DataError(
@@ -272,12 +264,14 @@ def _load_hugging_face(spec: DatasetSpec) -> dict[str, Any]:
     path = Path(spec.path).expanduser()
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            saved = datasets.load_from_disk(str(path))
-            return _by_name(saved) if isinstance(saved, datasets.DatasetDict) else {spec.split: saved}
-        if path.is_dir():
-            return _by_name(datasets.load_dataset(str(path)))
-        name, _, config = spec.path.partition(":")
-        return _by_name(datasets.load_dataset(name, config if config else None))
+            loaded = datasets.load_from_disk(str(path))
+            if not isinstance(loaded, datasets.DatasetDict):
+                return {spec.split: loaded}
+        elif path.is_dir():
+            loaded = datasets.load_dataset(str(path))
+        else:
+            name, _, config = spec.path.partition(":")
+            loaded = datasets.load_dataset(name, config if config else None)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         # OSError covers the hub's connection and file-not-found errors; ValueError a missing or unknown config;
         # RuntimeError a data set that is a loading script, which Datasets 4 and later do not run.
@@ -285,10 +279,7 @@ def _load_hugging_face(spec: DatasetSpec) -> dict[str, Any]:
             f"cannot load Hugging Face data set {spec.path!r}: {type(error).__name__}: {error}; check the name "
             "(owner/name, or owner/name:config), the network, or give a local file or directory"
         ) from error
-
-
-def _by_name(splits: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(name): rows for name, rows in splits.items()}
+    return {str(name): rows for name, rows in loaded.items()}
 
 
 MISSING = object()
@@ -324,24 +315,19 @@ def _number(prompt: Prompt, name: str, setting: str) -> float | None:
     if value is MISSING:
         existing = ", ".join(prompt.metadata) if prompt.metadata else "none"
         raise DataError(
-            f"prompt {prompt.prompt_id}: no column {name!r}; the columns beside prompt and answer are: {existing}; "
+            f"prompt {prompt.prompt_id}: no column {name!r}; the columns besides prompt and answer are: {existing}; "
             f"set {setting}"
         )
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-        raise DataError(
-            f"prompt {prompt.prompt_id}: column {name!r} holds {type(value).__name__} {value!r:.80}; {setting} names a "
-            "column of finite numbers"
-        )
-    return float(value)
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return False
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer of more than 308 digits
+            if math.isfinite(value):
+                return float(value)
+    raise DataError(
+        f"prompt {prompt.prompt_id}: column {name!r} holds {type(value).__name__} {value!r:.80}; {setting} names a "
+        "column of finite numbers"
+    )
 
 
 def drop_duplicates(rows: Sequence[Row], spec: DatasetSpec) -> list[Row]:
@@ -349,54 +335,39 @@ def drop_duplicates(rows: Sequence[Row], spec: DatasetSpec) -> list[Row]:
 
     Compared as they are in the data set, before any is tokenized. Rows without a prompt stay, for `render` to refuse.
     """
-    seen: set[bytes] = set()
-    kept: list[Row] = []
-    for row in rows:
-        key = _key(row, spec)
-        if key is None or key not in seen:
-            kept.append(row)
-        if key is not None:
-            seen.add(key)
-    return kept
-
-
-def _key(row: Row, spec: DatasetSpec) -> bytes | None:
     names = (spec.prompt_column, spec.answer_column, *([spec.reward_column] if spec.reward_column else []))
-    values = [get_column(row.columns, name) for name in names]
-    if values[0] is MISSING:
-        return None
-    # The type goes in with the value, or a missing answer and the text "null" would be the same.
-    told = [["missing"] if value is MISSING else [type(value).__name__, value] for value in values]
-    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=repr).encode(), digest_size=16).digest()
+    kept: dict[object, Row] = {}
+    for row in rows:
+        values = [get_column(row.columns, name) for name in names]
+        # The type is part of the key, or a missing answer and the text "null" would be the same.
+        typed = [["missing"] if value is MISSING else [type(value).__name__, value] for value in values]
+        digest = hashlib.blake2b(json.dumps(typed, sort_keys=True, default=repr).encode(), digest_size=16).digest()
+        kept.setdefault(row.row_id if values[0] is MISSING else digest, row)
+    return list(kept.values())
 
 
-_NUM_SHOWN = 3
-
-
-def drop_overlong(
-    prompts: Sequence[Prompt], *, max_prompt_tokens: int, policy: Literal["error", "filter"]
-) -> tuple[tuple[Prompt, ...], int]:
-    """The prompts of at most `max_prompt_tokens` tokens, and how many were dropped.
+def drop_overlong(prompts: Sequence[Prompt], spec: DatasetSpec) -> tuple[Prompt, ...]:
+    """The prompts of at most `spec.max_prompt_tokens` tokens.
 
     Raises:
-        DataError: under the policy "error" if any is too long; under "filter" if all are.
+        DataError: one is too long and `spec.overlong_prompts` is "error", or all are.
     """
-    overlong = [p for p in prompts if len(p.token_ids) > max_prompt_tokens]
-    if overlong and policy == "error":
+    limit = f"task.max_prompt_tokens={spec.max_prompt_tokens}"
+    kept = tuple(p for p in prompts if len(p.token_ids) <= spec.max_prompt_tokens)
+    if len(kept) < len(prompts) and spec.overlong_prompts == "error":
+        overlong = [p for p in prompts if len(p.token_ids) > spec.max_prompt_tokens]
         shown = ", ".join(f"{p.prompt_id} ({len(p.token_ids)} tokens)" for p in overlong[:_NUM_SHOWN])
+        more = ", ..." if len(overlong) > _NUM_SHOWN else ""
         raise DataError(
-            f"{len(overlong)} of {len(prompts)} prompts are longer than task.max_prompt_tokens={max_prompt_tokens}: "
-            f"{shown}{', ...' if len(overlong) > _NUM_SHOWN else ''}; raise the limit, or set "
-            "task.overlong_prompts=filter to drop them"
+            f"{len(overlong)} of {len(prompts)} prompts are longer than {limit}: {shown}{more}; raise the limit, or "
+            "set task.overlong_prompts=filter to drop them"
         )
-    kept = tuple(p for p in prompts if len(p.token_ids) <= max_prompt_tokens)
     if not kept:
         shortest = min(len(p.token_ids) for p in prompts)
         raise DataError(
-            f"all {len(prompts)} prompts are longer than task.max_prompt_tokens={max_prompt_tokens} (the shortest has "
-            f"{shortest} tokens); raise the limit"
+            f"all {len(prompts)} prompts are longer than {limit} (the shortest has {shortest} tokens); raise the limit"
         )
-    return kept, len(overlong)
+    return kept
 
 
 def check_overlap(
@@ -410,7 +381,7 @@ def check_overlap(
         key, split_key: what names the path and the split of `held_out`.
 
     Raises:
-        DataError: both sets read a file, and nobody has chosen that; or a path names nothing to read.
+        DataError: both sets read a file, which was not a choice; or a path names nothing to read.
     """
     shared = sorted(_files(train) & _files(held_out))
     if not shared or _is_chosen(train, held_out):
@@ -427,10 +398,9 @@ def check_overlap(
 
 def _files(spec: DatasetSpec) -> set[Path]:
     """What a reader of files reads, links followed; empty for the other readers."""
-    reader = resolve_reader(spec) if spec.reader == "auto" else spec.reader
-    if reader not in FILE_READERS.values():
+    if (reader := spec.used_reader) not in FILE_READERS.values():
         return set()
-    return {path.resolve() for path in files_of(spec.path, reader)}
+    return {path.resolve() for path in _files_of(spec.path, reader)}
 
 
 def _is_chosen(train: DatasetSpec, held_out: DatasetSpec) -> bool:

@@ -21,14 +21,14 @@ _QUARTERS = ("up to 0.25", "up to 0.5", "up to 0.75", "below 1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRateBounds:
-    """Which pass rates are worth an answer."""
+    """Which pass rates are worth a response."""
 
     lowest: float
     highest: float
     retry_epochs: int
     """How often a prompt outside is passed over before it is tried again."""
     pass_threshold: float
-    """Reward from which an answer passes."""
+    """Reward from which a response passes."""
 
     def side(self, rate: float) -> str:
         """`too_hard` or `too_easy`; empty within the bounds, which count as inside."""
@@ -41,7 +41,7 @@ class PassRateBounds:
 
 
 class PassRateFilter:
-    """The newest pass rate of every prompt, and how long those outside the bounds rest.
+    """The newest pass rate of every prompt, and the cooldown of those outside the bounds.
 
     The newest group of a prompt is its estimate: older ones are of a policy that is no more. It counts from the next
     version on. Within a version groups end in any order, between two of a run without staleness all of them have ended:
@@ -55,14 +55,14 @@ class PassRateFilter:
     def __init__(self, num_prompts: int, bounds: PassRateBounds, *, start: Mapping[str, float]) -> None:
         self._num_prompts, self._bounds, self._start = num_prompts, bounds, dict(start)
         self._rates = dict(start)
-        self._resting = self._rests_of(start)
-        self._outside = set(self._resting)  # prompts found outside since the last group inside, by order of group id
+        self._cooldown = self._cooldowns(start)
+        self._outside = set(self._cooldown)  # prompts found outside since the last group inside, by order of group id
         self._pending: dict[int, tuple[int, str, float]] = {}  # group id -> start version, prompt id, rate
         self._applied: int | None = None  # newest version whose earlier groups count
         self._skipped = Counter(too_hard=0, too_easy=0)
 
     def require_prompt(self) -> None:
-        """To be asked before the first draw, after `load_state_dict`.
+        """To be called before the first draw, after `load_state_dict`.
 
         Raises:
             DataError: every prompt is outside the bounds, by `start` or by what was loaded.
@@ -71,7 +71,7 @@ class PassRateFilter:
             raise DataError(self._nothing_left("from the start (in task.pass_rate_column, or in the checkpoint)"))
 
     def observe(self, group: Group) -> None:
-        """A group came back, whatever becomes of it. One without a judged answer says nothing."""
+        """A group came back, whatever becomes of it. One without a scored response counts for nothing."""
         rewards = [t.total_reward for t in group.trajectories if t.status != "failed"]
         if not rewards:
             return
@@ -97,31 +97,31 @@ class PassRateFilter:
     def _count(self, name: str, rate: float) -> None:
         self._rates[name] = rate
         if self._bounds.side(rate):
-            self._resting[name] = self._bounds.retry_epochs
+            self._cooldown[name] = self._bounds.retry_epochs
             self._outside.add(name)
         else:
-            self._resting.pop(name, None)
+            self._cooldown.pop(name, None)
             self._outside.clear()
 
     def skip_epochs(self) -> int:
-        """Before the first turn of an epoch: takes the whole epochs in which every prompt would be passed over and
-        would go on resting, all at once, and says how many they are. One epoch of turns may then end the first rest."""
-        if len(self._resting) < self._num_prompts:
+        """Before the first turn of an epoch: takes the whole epochs that would pass over every prompt without ending a
+        cooldown, all at once, and returns their number. One epoch of turns may then end the first cooldown."""
+        if len(self._cooldown) < self._num_prompts:
             return 0
-        num_epochs = min(self._resting.values()) - 1
+        num_epochs = min(self._cooldown.values()) - 1
         if num_epochs:
-            for name in self._resting:
-                self._resting[name] -= num_epochs
+            for name in self._cooldown:
+                self._cooldown[name] -= num_epochs
                 self._skipped[self._bounds.side(self._rates[name])] += num_epochs
         return num_epochs
 
     def skips(self, prompt_id: str) -> bool:
-        """Whether the prompt, whose turn it is, is passed over. Counts, so ask once per turn."""
-        left = self._resting.pop(prompt_id, 0)
+        """Whether the prompt, whose turn it is, is passed over. Counts, so call it once per turn."""
+        left = self._cooldown.pop(prompt_id, 0)
         if left == 0:
             return False
         if left > 1:
-            self._resting[prompt_id] = left - 1
+            self._cooldown[prompt_id] = left - 1
         self._skipped[self._bounds.side(self._rates[prompt_id])] += 1
         return True
 
@@ -129,32 +129,32 @@ class PassRateFilter:
         """Metrics; counts since the run began."""
         counts = {f"skipped/{side}": float(count) for side, count in self._skipped.items()}
         rates = {"pass_rate_mean": float(np.mean(list(self._rates.values())))} if self._rates else {}
-        return {**counts, **rates, "prompts_excluded": len(self._resting)}
+        return {**counts, **rates, "prompts_excluded": len(self._cooldown)}
 
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
         return {
             "rates": dict(self._rates),
-            "resting": dict(self._resting),
+            "resting": dict(self._cooldown),
             "outside": sorted(self._outside),
             "pending": [[group_id, *entry] for group_id, entry in sorted(self._pending.items())],
             "skipped": dict(self._skipped),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there. The bounds may be others: what is inside them now does not rest any longer. `start` may
+        """Continues from there. The bounds may be others: what is inside them now has no cooldown any more. `start` may
         know more than it did: it counts for prompts that had no rate."""
         new = {name: rate for name, rate in self._start.items() if name not in state["rates"]}
         self._rates = state["rates"] | new
         self._pending = {group_id: (version, name, rate) for group_id, version, name, rate in state["pending"]}
         self._skipped = Counter(state["skipped"])
         kept = {name: left for name, left in state["resting"].items() if self._bounds.side(self._rates[name])}
-        self._resting = kept | self._rests_of(new)
+        self._cooldown = kept | self._cooldowns(new)
         # Older checkpoints have prompts here whose group does not count yet.
         known = {name: rate for _, name, rate in self._pending.values()} | self._rates
-        self._outside = {name for name in state["outside"] if self._bounds.side(known[name])} | {*self._rests_of(new)}
+        self._outside = {name for name in state["outside"] if self._bounds.side(known[name])} | {*self._cooldowns(new)}
 
-    def _rests_of(self, rates: Mapping[str, float]) -> dict[str, int]:
+    def _cooldowns(self, rates: Mapping[str, float]) -> dict[str, int]:
         return {name: self._bounds.retry_epochs for name, rate in rates.items() if self._bounds.side(rate)}
 
     def _newest(self) -> dict[str, float]:
@@ -162,10 +162,10 @@ class PassRateFilter:
 
     def _nothing_left(self, since: str) -> str:
         return (
-            f"all {self._num_prompts} prompts have pass rates outside {self._bounds} {since}, so none is worth an "
-            f"answer; prompts by pass rate (rewards of at least task.pass_threshold={self._bounds.pass_threshold:g}): "
+            f"all {self._num_prompts} prompts have pass rates outside {self._bounds} {since}, so none is worth a "
+            f"response; by pass rate (rewards of at least task.pass_threshold={self._bounds.pass_threshold:g}): "
             f"{_distribution(list(self._newest().values()))}. Widen the bounds, use prompts that are less "
-            "hard or less easy, or see whether task.pass_threshold is one that answers can reach"
+            "hard or less easy, or check that responses can reach task.pass_threshold"
         )
 
 

@@ -1,4 +1,4 @@
-"""Prompts of a run in their order, which a resumed run goes on with exactly."""
+"""Prompts of a run in their order, which a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PromptSet:
 
     prompts: tuple[Prompt, ...]
     num_duplicates: int
-    """Rows that were dropped because an earlier one says the same."""
+    """Rows that were dropped because they repeat an earlier one."""
     num_overlong: int
     """Prompts that were dropped because they are too long."""
     fingerprint: str
@@ -51,29 +51,23 @@ def load_prompts(spec: DatasetSpec, tokenizer: Tokenizer) -> PromptSet:
         if spec.reward_column_required:
             raise missing_column(rows[0], spec.reward_column, "task.reward.column")
         _log.warning(
-            "data set %r has no column %r: all its answers are judged by task.reward.name",
+            "data set %r has no column %r: task.reward.name scores all its responses",
             spec.path, spec.reward_column,
         )  # fmt: skip
-    num_rows = len(rows)
-    if spec.dedup:
-        rows = drop_duplicates(rows, spec)
-    if len(rows) < num_rows:
+    different = drop_duplicates(rows, spec) if spec.dedup else rows
+    if num_duplicates := len(rows) - len(different):
         _log.warning(
             "data set %r: dropped %d of %d rows whose prompt and answer are those of an earlier row (task.dedup)",
-            spec.path, num_rows - len(rows), num_rows,
+            spec.path, num_duplicates, len(rows),
         )  # fmt: skip
-    rendered = render(rows, spec=spec, tokenizer=tokenizer)
-    kept, num_overlong = drop_overlong(rendered, max_prompt_tokens=spec.max_prompt_tokens, policy=spec.overlong_prompts)
-    if num_overlong:
+    kept = drop_overlong(render(different, spec=spec, tokenizer=tokenizer), spec)
+    if num_overlong := len(different) - len(kept):
         _log.warning(
             "data set %r: dropped %d of %d prompts over task.max_prompt_tokens=%d",
-            spec.path, num_overlong, len(rows), spec.max_prompt_tokens,
+            spec.path, num_overlong, len(different), spec.max_prompt_tokens,
         )  # fmt: skip
     return PromptSet(
-        prompts=kept,
-        num_duplicates=num_rows - len(rows),
-        num_overlong=num_overlong,
-        fingerprint=fingerprint(kept),
+        prompts=kept, num_duplicates=num_duplicates, num_overlong=num_overlong, fingerprint=fingerprint(kept)
     )
 
 
@@ -135,8 +129,7 @@ class PromptSource:
         self._index = {p.prompt_id: i for i, p in enumerate(prompts.prompts)}
         if len(self._index) != len(prompts.prompts):
             raise DataError("two prompts share one prompt_id; row ids must be unique within a data set")
-        self._epoch, self._position = 0, 0
-        self._order = self._order_of(0)
+        self._seek(0)
 
     @property
     def epoch(self) -> int:
@@ -144,7 +137,7 @@ class PromptSource:
         return self._epoch
 
     def next(self, version: int | None = None) -> Prompt:
-        """The next prompt that does not rest.
+        """The next prompt that the pass-rate filter does not pass over.
 
         Args:
             version: the policy version that is live; groups of earlier ones count for the pass-rate filter. None counts
@@ -156,15 +149,15 @@ class PromptSource:
         if self._pass_rates is None:
             return self._advance()
         self._pass_rates.apply_results(version)
-        while True:  # ends within three epochs: every prompt that is passed over rests for one turn less
+        while True:  # ends within three epochs: each turn that passes a prompt over shortens its cooldown
             if self._position == 0 and (num_idle := self._pass_rates.skip_epochs()):
-                self._begin_epoch(self._epoch + num_idle)
+                self._seek(self._epoch + num_idle)
             prompt = self._advance()
             if not self._pass_rates.skips(prompt.prompt_id):
                 return prompt
 
     def require_prompt(self) -> None:
-        """To be asked before a run, once its checkpoint is loaded.
+        """To be called before a run, once its checkpoint is loaded.
 
         Raises:
             DataError: the pass-rate filter leaves no prompt to begin with.
@@ -189,11 +182,11 @@ class PromptSource:
         prompt = self._set.prompts[self._order[self._position]]
         self._position += 1
         if self._position == len(self._order):
-            self._begin_epoch(self._epoch + 1)
+            self._seek(self._epoch + 1)
         return prompt
 
-    def _begin_epoch(self, epoch: int) -> None:
-        self._epoch, self._position, self._order = epoch, 0, self._order_of(epoch)
+    def _seek(self, epoch: int, position: int = 0) -> None:
+        self._epoch, self._position, self._order = epoch, position, self._order_of(epoch)
 
     def find(self, prompt_id: str) -> Prompt:
         """The prompt of that id: a resumed run uses it to admit again what was in flight.
@@ -206,7 +199,7 @@ class PromptSource:
         return self._set.prompts[self._index[prompt_id]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, and what it streams."""
+        """Where the stream is, and what it streams."""
         state: dict[str, Any] = {
             "epoch": self._epoch,
             "position": self._position,
@@ -220,18 +213,14 @@ class PromptSource:
         return state if self._pass_rates is None else {**state, "pass_rates": self._pass_rates.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues exactly where `state` was taken. A filter that was not in force begins afresh.
+        """Continues exactly where `state` was taken. A filter that was not in force starts fresh.
 
         Raises:
             DataError: the data set, the seed, the shuffling or the curriculum is another one, so the order would not
                 continue.
         """
         now = self.state_dict()
-        state = {
-            "curriculum": "none",
-            "rewards": now["rewards"],
-            **state,
-        }  # older ones lack them
+        state = {"curriculum": "none", "rewards": now["rewards"], **state}  # older ones lack them
         missing = sorted(now.keys() - {"pass_rates"} - state.keys())
         if missing:
             raise DataError(f"the saved prompt order lacks {', '.join(missing)}; the checkpoint is damaged or foreign")
@@ -249,7 +238,7 @@ class PromptSource:
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position < len(self._order):
             raise DataError(f"saved prompt order: position {position} is not within its {len(self._order)} prompts")
-        self._epoch, self._position, self._order = epoch, position, self._order_of(epoch)
+        self._seek(epoch, position)
         if self._pass_rates is not None and "pass_rates" in state:
             self._pass_rates.load_state_dict(state["pass_rates"])
 

@@ -1,4 +1,10 @@
-"""One call of a reward function, and what it may return."""
+"""One call of a reward function: its arguments, what it may return, and the messages that carry it to a process.
+
+Messages are JSON, one per line. A `Call` goes into a reward process per response (without a request, only to import the
+function); `Cancel` ends a call of an `async def` function. Out of it, for each call by its number: `Begun` once the
+function is imported, then `Scored` or `Failed`; or `NotImported` alone. Requests are pickles, since metadata may be
+anything; replies never are, since a user's code can write to the pipe.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +14,123 @@ import math
 import numbers
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from rollout.errors import RewardError
 
 if TYPE_CHECKING:
     from rollout.reward.registry import RewardFn
 
-
 _MAX_PARTS = 256
+_NUM_TRACEBACK_FRAMES = 3
+_MAX_MESSAGE_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardResult:
-    """The reward of one response, and named parts of it for the metrics (empty if the function returned a number)."""
+class RewardRequest:
+    """The arguments of one reward call."""
+
+    prompt: str
+    response: str
+    answer: str
+    metadata: Mapping[str, object]
+
+
+class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The reward of one response, and named parts of it for the metrics (none if the function returned a number)."""
 
     reward: float
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = {}
+
+
+class Call(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+    target: str
+    """See `RewardEntry.target`."""
+    request: bytes | None = None
+    """Pickle of a `RewardRequest`."""
+    timeout_s: float = 0.0
+    """Wall-clock time until an `async def` call is cancelled. The parent times any other."""
+    cpu_limit_s: float | None = None
+    memory_limit_bytes: int | None = None
+    """See `RewardEntry`."""
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+
+
+class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+    is_async: bool
+
+
+class NotImported(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+    error: str
+
+
+class Scored(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+    result: RewardResult
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    number: int
+    error: str
+    is_timeout: bool = False
+    num_stuck: int = 0
+    """Threads that are busy for no call that still runs, if each running call has one."""
+
+
+Reply = Begun | NotImported | Scored | Failed
+decode_call = msgspec.json.Decoder(Call | Cancel).decode
+decode_reply = msgspec.json.Decoder(Reply).decode
+"""Raises msgspec.DecodeError or UnicodeDecodeError for anything else. JSON has no NaN, so numbers are finite."""
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def call(function: RewardFn, request: RewardRequest) -> RewardResult:
+    """Calls the function.
+
+    Raises:
+        RewardError: what it raised, with the last frames, or what it wrongly returned.
+    """
+    if is_async(function):
+        return asyncio.run(call_async(function, request))
+    try:
+        return to_result(function(**_arguments(request)))
+    except BaseException as error:  # user code may raise anything, sys.exit() included
+        raise _error(error) from error
+
+
+async def call_async(function: RewardFn, request: RewardRequest) -> RewardResult:
+    """Calls an `async def` function; as `call` otherwise. Raises a cancellation of this call itself as it is."""
+    try:
+        value: object = await function(**_arguments(request))  # type: ignore[misc]
+        return to_result(value)
+    except BaseException as error:  # user code may raise anything, sys.exit() included
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        raise _error(error) from error
+
+
+def is_async(function: RewardFn) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
 
 
 def to_result(value: object) -> RewardResult:
     """Accepts a finite number, or a mapping of finite numbers with the key "reward".
 
     Raises:
-        RewardError: anything else, saying what was returned.
+        RewardError: anything else, with what was returned.
     """
     if not isinstance(value, Mapping):
         return RewardResult(reward=_finite(value))
@@ -59,58 +157,15 @@ def _finite(value: object, where: str = "") -> float:
     return number
 
 
-_NUM_TRACEBACK_FRAMES = 3
-_MAX_MESSAGE_CHARS = 2000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardRequest:
-    """The arguments of one reward call."""
-
-    prompt: str
-    response: str
-    answer: str
-    metadata: Mapping[str, object]
-
-
-def call(function: RewardFn, request: RewardRequest) -> RewardResult:
-    """Calls the function.
-
-    Raises:
-        RewardError: what it raised, with the last frames, or what it wrongly returned.
-    """
-    if is_async(function):
-        return asyncio.run(call_async(function, request))
-    try:
-        return to_result(function(**_arguments(request)))
-    except BaseException as error:  # user code may raise anything, sys.exit() included
-        raise _error(error) from error
-
-
-async def call_async(function: RewardFn, request: RewardRequest) -> RewardResult:
-    """Calls an `async def` function; as `call` otherwise. A cancellation of this call itself is raised as it is."""
-    try:
-        value: object = await function(**_arguments(request))  # type: ignore[misc]
-        return to_result(value)
-    except BaseException as error:  # user code may raise anything, sys.exit() included
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise
-        raise _error(error) from error
-
-
-def is_async(function: RewardFn) -> bool:
-    """Whether calling it gives something to be awaited."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
+def clip(text: str) -> str:
+    """The text, cut to a length that fits a log line and the pipe, and without what cannot be encoded."""
+    text = text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}..."
+    return text.encode(errors="replace").decode()
 
 
 def _arguments(request: RewardRequest) -> dict[str, Any]:
-    return {
-        "prompt": request.prompt,
-        "response": request.response,
-        "answer": request.answer,
-        "metadata": dict(request.metadata),
-    }
+    names = ("prompt", "response", "answer")
+    return {name: getattr(request, name) for name in names} | {"metadata": dict(request.metadata)}
 
 
 def _error(error: BaseException) -> RewardError:
@@ -118,9 +173,3 @@ def _error(error: BaseException) -> RewardError:
         return RewardError(clip(str(error)))
     tail = "".join(traceback.format_tb(error.__traceback__, limit=-_NUM_TRACEBACK_FRAMES)).rstrip()
     return RewardError(clip(f"raised {type(error).__name__}: {error}\n{tail}"))
-
-
-def clip(text: str) -> str:
-    """The text, cut to a length that fits a log line and the pipe, and without what cannot be encoded."""
-    text = text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}..."
-    return text.encode(errors="replace").decode()

@@ -1,32 +1,49 @@
-"""The inside of a reward process: imports reward functions, calls them, and answers. `wire.py` describes the messages.
+"""The inside of a reward process: imports reward functions, calls them and replies. `call.py` describes the messages.
 
 The pipes belong to the protocol alone: what user code prints goes to stderr. A plain function is called in the main
-thread, outside of any event loop, one call after the other. The first call of an `async def` function opens an event
-loop, and from then on the process takes nothing but calls of it, many at once.
-The process never outlives its parent: its guards end it with all that it started, and a closed pipe ends it.
+thread, outside of any event loop, one call at a time. The first call of an `async def` function opens an event loop;
+from then on the process takes only calls of it, many at once.
+The process never outlives its parent: its guards end it with everything that it started, and a closed pipe ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
+import resource
 import signal
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import psutil
+
 from rollout.errors import DataError, RewardError
 from rollout.processes import exit_with_parent, fork_under_guards
-from rollout.reward.call import call, call_async, clip, is_async
+from rollout.reward.call import (
+    Begun,
+    Call,
+    Cancel,
+    Failed,
+    NotImported,
+    Reply,
+    Scored,
+    call,
+    call_async,
+    clip,
+    decode_call,
+    encode,
+    is_async,
+)
 from rollout.reward.registry import load
-from rollout.reward.wire import Begun, Call, Cancel, Failed, NotImported, Scored, decode_call, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from rollout.reward.call import RewardRequest, RewardResult
+    from rollout.reward.call import RewardRequest
     from rollout.reward.registry import RewardFn
 
 MAX_THREADS = 1024
@@ -39,7 +56,7 @@ def main(parent_pid: int) -> None:
         fork_under_guards(parent_pid)
     else:
         exit_with_parent(parent_pid)
-    requests, answers = _take_protocol_pipes()
+    requests, replies = _take_protocol_pipes()
     functions: dict[str, RewardFn] = {}
     for line in requests:
         message = decode_call(line)
@@ -49,42 +66,54 @@ def main(parent_pid: int) -> None:
             if message.target not in functions:
                 functions[message.target] = load(message.target)
         except DataError as error:
-            _answer(answers, NotImported(number=message.number, error=clip(str(error))))
+            _reply(replies, NotImported(number=message.number, error=clip(str(error))))
             continue
         function = functions[message.target]
-        _answer(answers, Begun(number=message.number, is_async=is_async(function)))
+        _reply(replies, Begun(number=message.number, is_async=is_async(function)))
         if is_async(function):
-            asyncio.run(_serve_async(function, requests, answers))
+            asyncio.run(_serve_async(function, requests, replies))
         if message.request is not None:
-            _answer(answers, _score(function, message))
+            try:
+                with _limits(message):
+                    reply = Scored(number=message.number, result=call(function, _request(message)))
+            except RewardError as error:
+                reply = Failed(number=message.number, error=str(error))
+            _reply(replies, reply)
 
 
 def _take_protocol_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Moves the pipes away from stdin and stdout, so that a `print` in a reward cannot break the protocol."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    return requests, answers
+    return requests, replies
 
 
-def _answer(answers: BinaryIO, message: Begun | NotImported | Scored | Failed) -> None:
-    answers.write(encode(message))
-    answers.flush()
+def _reply(replies: BinaryIO, message: Reply) -> None:
+    replies.write(encode(message))
+    replies.flush()
 
 
-def _score(function: RewardFn, message: Call) -> Scored | Failed:
-    if message.cpu_limit_s is not None:  # its default action ends the process, also inside of a single operation
+@contextlib.contextmanager
+def _limits(message: Call) -> Iterator[None]:
+    """Past the processor time the default action of a signal ends the process, also within a single operation; past the
+    memory an allocation raises MemoryError."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if message.memory_limit_bytes is not None:
+        limit = psutil.Process().memory_info().vms + message.memory_limit_bytes
+        others = [other for other in before if other != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min([limit, *others]), before[1]))
+    if message.cpu_limit_s is not None:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, message.cpu_limit_s)
     try:
-        return _scored(message, call(function, _request(message)))
-    except RewardError as error:
-        return Failed(number=message.number, error=str(error))
+        yield
     finally:
         if message.cpu_limit_s is not None:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _request(message: Call) -> RewardRequest:
@@ -95,15 +124,8 @@ def _request(message: Call) -> RewardRequest:
         raise RewardError(clip(f"cannot take the prompt's metadata: {type(error).__name__}: {error}")) from error
 
 
-def _scored(message: Call, result: RewardResult) -> Scored:
-    return Scored(number=message.number, reward=result.reward, parts=dict(result.parts))
-
-
-# ---------------------------------------------------------------- async functions
-
-
 class _Threads(ThreadPoolExecutor):
-    """Knows what runs in it: a thread goes on after the call that waited for it was cancelled."""
+    """Knows what runs in it: a thread continues after the call that waited for it was cancelled."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=MAX_THREADS)
@@ -116,7 +138,7 @@ class _Threads(ThreadPoolExecutor):
         return future
 
 
-async def _serve_async(function: RewardFn, requests: BinaryIO, answers: BinaryIO) -> None:
+async def _serve_async(function: RewardFn, requests: BinaryIO, replies: BinaryIO) -> None:
     """Consumes: calls. Waits for: the next one. Unblocked by: the end of the pipe.
 
     Does not return: threads of the reward may never end.
@@ -135,23 +157,24 @@ async def _serve_async(function: RewardFn, requests: BinaryIO, answers: BinaryIO
     running: dict[int, asyncio.Task[None]] = {}
 
     async def run(message: Call) -> None:
+        number = message.number
         try:
             async with asyncio.timeout(message.timeout_s):
-                answer = _scored(message, await call_async(function, _request(message)))
+                reply = Scored(number=number, result=await call_async(function, _request(message)))
         except RewardError as error:
-            answer = Failed(number=message.number, error=str(error))
+            reply = Failed(number=number, error=str(error))
         except TimeoutError:
             text = f"the call took longer than {message.timeout_s:g} s; it was cancelled"
             num_stuck = max(0, len(threads.busy) - len(running) + 1)  # this call has ended
-            answer = Failed(number=message.number, error=text, num_stuck=num_stuck)
-        _answer(answers, answer)
+            reply = Failed(number=number, error=text, is_timeout=True, num_stuck=num_stuck)
+        _reply(replies, reply)
 
     while (message := await messages.get()) is not None:
         if isinstance(message, Cancel):
             if task := running.get(message.number):
                 task.cancel()
             continue
-        _answer(answers, Begun(number=message.number, is_async=True))
+        _reply(replies, Begun(number=message.number, is_async=True))
         if message.request is not None:
             task = running[message.number] = asyncio.create_task(run(message))
             task.add_done_callback(lambda _, number=message.number: running.pop(number))

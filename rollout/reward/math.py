@@ -1,6 +1,6 @@
-"""Reward for mathematics with a known answer, judged by math-verify: equal as mathematics, not as text.
+"""Reward for mathematics with a known answer, scored by math-verify: equal as mathematics, not as text.
 
-Imported by reward processes only: sympy takes a second to import, and some expressions take for ever to evaluate.
+Imported by reward processes only: sympy takes a second to import, and some expressions take forever to evaluate.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _parse(text: str) -> list[Any]:
     return parse(
         _PERIOD_IN_BOX.sub("", _TAG.sub(" \n", text)),
         extraction_config=[LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
-        parsing_timeout=None,  # pyright: ignore[reportArgumentType] - None turns it off; the annotation says int
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType] - None turns it off; the annotation is int
     )
 
 

@@ -15,7 +15,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from rollout.errors import DataError, RewardError
+from rollout.errors import DataError, RewardError, RewardTimeout
 from rollout.reward.call import RewardRequest, RewardResult, call
 from rollout.reward.process import GRACE_S, LOAD_TIMEOUT_S, CpuLimitExceeded, Output, ProcessLost, RewardProcess
 from rollout.reward.registry import RewardEntry, RewardFn, load, lookup
@@ -23,7 +23,6 @@ from rollout.reward.registry import RewardEntry, RewardFn, load, lookup
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
     from pathlib import Path
-    from types import TracebackType
 
     from rollout.types import Prompt
 
@@ -46,8 +45,15 @@ class _Slot:
         self.replacing = asyncio.Lock()
 
 
-# The last slot freed is the first taken: one with a warm process.
 _Queue = asyncio.LifoQueue[_Slot]
+"""The last slot freed is the first taken: one with a warm process."""
+
+
+def _queue(slots: list[_Slot]) -> _Queue:
+    queue = _Queue()
+    for slot in slots:
+        queue.put_nowait(slot)
+    return queue
 
 
 class RewardPool:
@@ -55,6 +61,15 @@ class RewardPool:
 
     Processes start on first use (or in `start`) and are replaced when they are lost. Rewards marked `inline` in the
     registry run in the caller's process and start none.
+
+    Args:
+        timeout_s: of one call.
+        queue_timeout_s: longest wait for a slot.
+        max_concurrency: calls of an async function at once.
+        directory: what relative paths of rewards are relative to; None is the working directory.
+
+    Raises:
+        DataError: there is no such reward. Nothing is imported or started yet.
 
     Example:
         async with RewardPool("math", timeout_s=10.0, num_processes=2) as rewards:
@@ -71,14 +86,6 @@ class RewardPool:
         max_concurrency: int = MAX_CONCURRENCY,
         directory: Path | None = None,
     ) -> None:
-        """Raises DataError if there is no such reward; nothing is imported or started yet.
-
-        Args:
-            timeout_s: of one call.
-            queue_timeout_s: longest wait for a slot.
-            max_concurrency: calls of an async function at once.
-            directory: what relative paths of rewards are relative to; None is the working directory.
-        """
         if timeout_s <= 0 or num_processes < 1 or max_concurrency < 1:
             raise ValueError(
                 "RewardPool needs timeout_s > 0, num_processes >= 1 and max_concurrency >= 1, got "
@@ -89,9 +96,7 @@ class RewardPool:
         self._directory = directory
         self._entries: dict[str, RewardEntry] = {name: lookup(name, directory=directory)}
         self._inline: dict[str, RewardFn] = {}
-        self._plain = _Queue()
-        for _ in range(num_processes):
-            self._plain.put_nowait(_Slot())
+        self._plain = _queue([_Slot() for _ in range(num_processes)])
         self._queues: dict[str, _Queue] = {}
         """Target -> the queue of its slots, once it was imported."""
         self._first_imports: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -107,9 +112,7 @@ class RewardPool:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:
@@ -132,20 +135,19 @@ class RewardPool:
     async def num_at_once(self, prompt: Prompt) -> tuple[str, int]:
         """The queue that responses to the prompt wait in, and how many out of it are scored at the same time. All plain
         functions have one, every async one has its own. Imports the function if nothing is known of it yet."""
-        try:
+        with contextlib.suppress(DataError, RewardError):  # its calls will report it
             entry = self._entry(prompt)
             if not entry.inline and await self._queue_of(entry) is not self._plain:
                 return entry.target, self._max_concurrency
-        except (DataError, RewardError):
-            pass  # its calls will report it
         return "", self._num_processes
 
     async def score(self, prompt: Prompt, response: str) -> RewardResult:
         """The reward of one response. Waits for a slot, first come, first served, for at most `queue_timeout_s`.
 
         Raises:
-            RewardError: the call raised, hung, or returned something that is not a finite number; or no slot was free
-                for too long.
+            RewardTimeout: the call hung.
+            RewardError: the call raised, or returned something that is not a finite number; or no slot was free for
+                too long.
         """
         request = RewardRequest(prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata)
         try:
@@ -155,9 +157,9 @@ class RewardPool:
             if entry.target not in self._inline:
                 self._inline[entry.target] = load(entry.target)
             return call(self._inline[entry.target], request)
-        except (DataError, ProcessLost, RewardError) as error:
-            name = prompt.reward if prompt.reward else self._name
-            raise RewardError(f"reward {name!r}, prompt {prompt.prompt_id!r}: {error}") from error
+        except (DataError, RewardError) as error:
+            kind = RewardTimeout if isinstance(error, RewardTimeout) else RewardError
+            raise kind(f"reward {self._name_of(prompt)!r}, prompt {prompt.prompt_id!r}: {error}") from error
 
     async def close(self) -> None:
         """Kills every process and waits until they are gone, for at most `CLOSE_S`. Calls that are under way end with a
@@ -165,15 +167,16 @@ class RewardPool:
         self._is_closed = True
         for process in self._processes:
             process.close(_CLOSED)
-        if self._processes:
-            waits = [asyncio.ensure_future(process.wait()) for process in self._processes]
-            _, unfinished = await asyncio.wait(waits, timeout=CLOSE_S)
-            for wait in unfinished:
-                wait.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*(process.wait() for process in self._processes))
         self._processes.clear()
 
+    def _name_of(self, prompt: Prompt) -> str:
+        return prompt.reward if prompt.reward else self._name
+
     def _entry(self, prompt: Prompt) -> RewardEntry:
-        name = prompt.reward if prompt.reward else self._name
+        name = self._name_of(prompt)
         if name not in self._entries:
             self._entries[name] = lookup(name, directory=self._directory)
         return self._entries[name]
@@ -195,13 +198,8 @@ class RewardPool:
 
     async def _call(self, entry: RewardEntry, request: RewardRequest) -> RewardResult:
         async with self._slot(await self._queue_of(entry), entry) as (_, process):
-            return await process.score(
-                entry.target,
-                request,
-                timeout_s=self._timeout_s,
-                cpu_limit_s=entry.cpu_limit_s,
-                max_concurrency=self._max_concurrency,
-            )
+            limits = {"timeout_s": self._timeout_s, "max_concurrency": self._max_concurrency}
+            return await process.score(entry, request, **limits)
 
     async def _queue_of(self, entry: RewardEntry) -> _Queue:
         """Imports the function if nothing is known of it yet.
@@ -212,14 +210,10 @@ class RewardPool:
         """
         target = entry.target
         if target not in self._queues:
-            importing = self._first_imports[target]
             limit_s = self._queue_timeout_s + LOAD_TIMEOUT_S
-            await _in_time(importing.acquire(), limit_s, self._busy_text(self._plain))
-            try:
+            async with _locked(self._first_imports[target], limit_s, self._busy_text(self._plain)):
                 if target not in self._queues:
                     self._queues[target] = await self._first_import(entry)
-            finally:
-                importing.release()
         return self._queues[target]
 
     async def _first_import(self, entry: RewardEntry) -> _Queue:
@@ -227,10 +221,7 @@ class RewardPool:
             if not process.is_async:
                 return self._plain
             own, slot.process = _Slot(process), None
-        queue = _Queue()
-        for _ in range(self._max_concurrency):
-            queue.put_nowait(own)
-        return queue
+        return _queue([own] * self._max_concurrency)
 
     @contextlib.asynccontextmanager
     async def _slot(self, queue: _Queue, entry: RewardEntry) -> AsyncIterator[tuple[_Slot, RewardProcess]]:
@@ -269,26 +260,23 @@ class RewardPool:
             f"its process was lost, and for all of {limit_s:g} s other calls tried to import {entry.target} in a new "
             "one; make the import faster"
         )
-        await _in_time(slot.replacing.acquire(), limit_s, text)
-        try:
+        async with _locked(slot.replacing, limit_s, text):
             if slot.process is None or not slot.process.takes(entry.target):
                 slot.process = await self._start_process()
             if not slot.process.has_imported(entry.target):
                 await self._import(slot.process, entry)
             return slot.process
-        finally:
-            slot.replacing.release()
 
     async def _import(self, process: RewardProcess, entry: RewardEntry) -> None:
+        now = asyncio.get_running_loop().time
         refused_at, reason = self._refused.get(entry.target, (-RETRY_S, ""))
-        if asyncio.get_running_loop().time() - refused_at < RETRY_S:
+        if now() - refused_at < RETRY_S:
             raise DataError(reason)
         try:
             await process.import_function(entry.target)
         except (DataError, ProcessLost) as error:
             reason = f"reward {entry.name!r} does not import: {error}" if isinstance(error, ProcessLost) else str(error)
-            # The calls that wait for us, and those of the next minute, fail at once.
-            self._refused[entry.target] = asyncio.get_running_loop().time(), reason
+            self._refused[entry.target] = now(), reason  # waiting calls, and those of the next minute, fail at once
             raise DataError(reason) from error
 
     async def _start_process(self) -> RewardProcess:
@@ -310,6 +298,15 @@ async def _in_time(waiting: Awaitable[T], timeout_s: float, text: str) -> T:
         raise RewardError(text) from None
 
 
+@contextlib.asynccontextmanager
+async def _locked(lock: asyncio.Lock, timeout_s: float, text: str) -> AsyncIterator[None]:
+    await _in_time(lock.acquire(), timeout_s, text)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def check_reward(name: str, *, sample: Prompt, timeout_s: float) -> RewardResult:
     """Imports the reward and calls it once, in a killable process with the run's time limit.
 
@@ -318,15 +315,15 @@ def check_reward(name: str, *, sample: Prompt, timeout_s: float) -> RewardResult
     Raises:
         DataError: the reward does not import, raises, hangs, or returns something that is not a finite number.
     """
-    return asyncio.run(_check(name, sample, timeout_s))
 
-
-async def _check(name: str, sample: Prompt, timeout_s: float) -> RewardResult:
-    async with RewardPool(name, timeout_s=timeout_s, num_processes=1) as rewards:
-        try:
+    async def check() -> RewardResult:
+        async with RewardPool(name, timeout_s=timeout_s, num_processes=1) as rewards:
             return await rewards.score(sample, sample.answer)
-        except RewardError as error:
-            raise DataError(
-                f"{error}\nThis was a trial call with response={sample.answer!r:.80}; the run was not started. "
-                "Fix the function, or raise task.reward.timeout_s if it is only slow."
-            ) from error
+
+    try:
+        return asyncio.run(check())
+    except RewardError as error:
+        raise DataError(
+            f"{error}\nThis was a trial call with response={sample.answer!r:.80}; the run was not started. "
+            "Fix the function, or raise task.reward.timeout_s if it is only slow."
+        ) from error

@@ -30,34 +30,33 @@ class RewardEntry:
     name: str
     target: str
     """`package.module:function`, or `/absolute/file.py:function`."""
-    inline: bool
+    inline: bool = False
     """Runs in the caller's process, without a time limit: only for functions that trivially end (a comparison)."""
-    needs_answer: bool
+    needs_answer: bool = False
     """A prompt without an answer is an error of the data set."""
     cpu_limit_s: float | None = None
     """Processor time of one call, so what else the host does has no part in it. The response that exceeds it gets 0.0.
-    For functions that hang inside a single operation, where the kernel alone can end them. Not for `async def`."""
+    For functions that hang inside a single operation, where only the kernel can end them. Not for `async def`."""
     cheap_response: str = ""
     """If a call with it exceeds `cpu_limit_s`, too, the fault is with the answer of the prompt."""
+    memory_limit_bytes: int | None = None
+    """That one call may allocate, in address space; past it an allocation raises MemoryError. Not for `async def`."""
 
 
-BUILTIN_REWARDS: Mapping[str, RewardEntry] = MappingProxyType(
-    {
-        "arithmetic": RewardEntry(
-            name="arithmetic", target="rollout.reward.builtin:arithmetic", inline=True, needs_answer=True
-        ),
-        "math": RewardEntry(
-            name="math",
-            target="rollout.reward.math:score",
-            inline=False,
-            needs_answer=True,
-            cpu_limit_s=3.0,
-            cheap_response=r"\boxed{0}",
-        ),
-        "zero": RewardEntry(name="zero", target="rollout.reward.builtin:zero", inline=True, needs_answer=False),
-    }
+_BUILTIN = (
+    RewardEntry(name="arithmetic", target="rollout.reward.builtin:arithmetic", inline=True, needs_answer=True),
+    RewardEntry(
+        name="math",
+        target="rollout.reward.math:score",
+        needs_answer=True,
+        cpu_limit_s=3.0,
+        cheap_response=r"\boxed{0}",
+        memory_limit_bytes=2 << 30,
+    ),
+    RewardEntry(name="zero", target="rollout.reward.builtin:zero", inline=True),
 )
-"""Register a further built-in reward by a row here."""
+BUILTIN_REWARDS: Mapping[str, RewardEntry] = MappingProxyType({entry.name: entry for entry in _BUILTIN})
+"""Register a further built-in reward by a row in `_BUILTIN`."""
 
 
 def lookup(name: str, *, directory: Path | None = None) -> RewardEntry:
@@ -90,7 +89,7 @@ def lookup(name: str, *, directory: Path | None = None) -> RewardEntry:
         if not path.is_file():
             raise DataError(f"reward {name!r}: there is no file {path} (paths are relative to {base})")
         location = str(path)
-    return RewardEntry(name=name, target=f"{location}:{function}", inline=False, needs_answer=False)
+    return RewardEntry(name=name, target=f"{location}:{function}")
 
 
 def load(target: str) -> RewardFn:
@@ -118,5 +117,5 @@ def _checked(function: object, target: str) -> RewardFn:
             f"reward {target!r} cannot be called as a reward: {error}; its signature is: {expected}"
         ) from error
     except ValueError:
-        pass  # some compiled callables do not tell their signature; the first call will
+        pass  # some compiled callables have no signature; the first call will show
     return function

@@ -82,7 +82,10 @@ class RolloutWorkerActor:
             tokenizer=tokenizer,
             score=self._rewards.score,
             loop=make_loop(
-                self._spec.agent, self._spec.agent_args, chat_template_kwargs=self._spec.chat_template_kwargs
+                self._spec.agent,
+                self._spec.agent_args,
+                chat_template_kwargs=self._spec.chat_template_kwargs,
+                rollout_stop=self._spec.sampling.stop,
             ),
             reward_slots=self._rewards.num_at_once,
         )

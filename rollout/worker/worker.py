@@ -5,30 +5,34 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import numpy as np
+
 from rollout.agent.loop import AgentLoop, SingleTurnLoop
-from rollout.agent.runner import run_episode
+from rollout.agent.runner import EpisodeFailed, run_episode
+from rollout.agent.threads import num_hanging
 from rollout.agent.trajectory_builder import TrajectoryBuilder
-from rollout.errors import AgentError, BaselineError, RewardError
+from rollout.errors import AgentError, BaselineError, RewardError, RewardTimeout
 from rollout.fleet.adaptive_limit import AdaptiveLimit
 from rollout.fleet.consolidation import EngineLoadView, engines_to_drain
 from rollout.fleet.generation import GroupGenerator
 from rollout.fleet.scheduler import RequestScheduler
 from rollout.fleet.states import FleetView, WorkerReport
 from rollout.reward.call import RewardResult
-from rollout.types import Group, Prompt, SamplingParams, Trajectory
+from rollout.types import Group, OnFailure, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
     from rollout.engine.interface import EngineStatus
     from rollout.fleet.adaptive_limit import LimitRange
     from rollout.fleet.consolidation import ConsolidationRule
     from rollout.fleet.engine_client import EngineClient
-    from rollout.types import RolloutRequest
+    from rollout.types import FailureKind, RolloutRequest
 
 
 T = TypeVar("T")
@@ -75,6 +79,8 @@ class WorkerSpec:
     """Longest time one trajectory may take, environment included; None leaves it to `request_timeout_s`."""
     agent_max_sequences: int = 1
     """Token sequences that a trajectory may consist of."""
+    on_failure: OnFailure = field(default_factory=dict)
+    """In training; an evaluation measures nothing if a response failed."""
     seed: int
     """Of the run."""
     per_request_seed: bool = True
@@ -172,8 +178,9 @@ class RolloutWorker:
         size, prompt = self._spec.group_size, item.prompt
 
         async def run(sample: int) -> Trajectory:
-            trajectory = await self._generate(prompt, sample, self._spec.sampling.max_tokens, generator)
-            return await self._scored(prompt, trajectory)
+            rules, max_tokens = self._spec.on_failure, self._spec.sampling.max_tokens
+            trajectory = await self._generate(prompt, sample, max_tokens, generator, rules)
+            return await self._scored(prompt, trajectory, rules)
 
         ended = await gather_or_cancel(run(sample) for sample in range(size + self._spec.greedy_baseline))
         # A loop may have failed, cancelled a generation, or requested several and used one.
@@ -234,12 +241,12 @@ class RolloutWorker:
 
         async def run(sample: int, prompt: Prompt) -> Trajectory:
             async with window, self._scheduler.reserve(engine):
-                trajectory = await self._generate(prompt, sample, params.max_tokens, generator)
+                trajectory = await self._generate(prompt, sample, params.max_tokens, generator, {})
             name, num_slots = "", self._spec.reward_processes
             if self._reward_slots is not None:
                 name, num_slots = await self._reward_slots(prompt)
             async with queues.setdefault(name, asyncio.Semaphore(num_slots)):
-                return await self._scored(prompt, trajectory)
+                return await self._scored(prompt, trajectory, {})
 
         self._evaluations.add(scheduler)
         try:
@@ -291,6 +298,7 @@ class RolloutWorker:
             in_flight=scheduler.num_requests,
             num_queued=scheduler.num_queued,
             lost_tokens=self._num_lost_tokens,
+            hanging_threads=num_hanging(),
             lost_engines={n: (self._incarnations[n], reason) for n, reason in scheduler.excluded.items()},
             **scheduler.moves,
         )
@@ -335,8 +343,11 @@ class RolloutWorker:
         for name in engines_to_drain(places, rule):
             scheduler.drain(name)
 
-    async def _generate(self, prompt: Prompt, sample: int, max_tokens: int, generator: GroupGenerator) -> Trajectory:
-        started = self._clock()
+    async def _generate(
+        self, prompt: Prompt, sample: int, max_tokens: int, generator: GroupGenerator, rules: OnFailure
+    ) -> Trajectory:
+        """Not scored yet. One that went wrong is `truncated` if `rules` keep it and there is something to keep."""
+        started, failure, error = self._clock(), None, ""
         try:
             trajectory = await run_episode(
                 self._loop,
@@ -346,36 +357,67 @@ class RolloutWorker:
                 timeout_s=self._spec.agent_timeout_s,
                 max_sequences=self._spec.agent_max_sequences,
             )
-            error = self._timeout_error if trajectory.status == "failed" else ""
-        except AgentError as failure:
-            error = f"agent loop {self._spec.agent!r}: {failure}"
-            trajectory = TrajectoryBuilder(prompt.token_ids).finish("failed")
-        generated = self._clock()
-        generated_ids = trajectory.token_ids[trajectory.loss_mask].tolist()
+            if trajectory.status == "failed":
+                failure, error = "timeout", self._timeout_error
+        except EpisodeFailed as failed:
+            failure, error = failed.kind, f"agent loop {self._spec.agent!r}: {failed}"
+            nothing = TrajectoryBuilder(prompt.token_ids).finish("failed")
+            trajectory = failed.so_far if failed.so_far is not None and _keeps(failure, rules) else nothing
+        if failure is not None:
+            is_kept = _keeps(failure, rules) and trajectory.num_generated_tokens > 0
+            trajectory = replace(trajectory, status="truncated" if is_kept else "failed")
+        generated_s = self._clock() - started
         return replace(
             trajectory,
             prompt_id=prompt.prompt_id,
             sample_index=sample,
-            timings={"generate_s": generated - started, "engine_wait_s": generator.waits.seconds(sample)},
-            text=self._tokenizer.decode(generated_ids, skip_special_tokens=True),
+            timings={"generate_s": generated_s, "engine_wait_s": generator.waits.seconds(sample)},
+            text=response_text(trajectory, self._tokenizer),
+            failure=failure,
             error=error,
         )
 
-    async def _scored(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+    async def _scored(self, prompt: Prompt, trajectory: Trajectory, rules: OnFailure) -> Trajectory:
         """With its reward; one that has failed before stays as it is."""
-        if trajectory.error:
+        if trajectory.status == "failed":
             return trajectory
-        started = self._clock()
-        try:
-            result = await self._score(prompt, trajectory.text)
-        except RewardError as error:
-            trajectory = replace(trajectory, status="failed", error=str(error))
-        else:
-            trajectory = replace(trajectory, reward=result.reward, reward_parts=result.parts)
-        return replace(trajectory, timings={**trajectory.timings, "reward_s": self._clock() - started})
+        started, result = self._clock(), RewardResult(reward=0.0)
+        failure, error = trajectory.failure, trajectory.error
+        if failure is None or rules[failure] == "score":
+            try:
+                result = await self._score(prompt, trajectory.text)
+            except RewardError as raised:
+                failure = "reward_timeout" if isinstance(raised, RewardTimeout) else "reward_error"
+                error = str(raised)
+                if not _keeps(failure, rules):
+                    trajectory = replace(trajectory, status="failed")
+                    result = RewardResult(reward=math.nan)
+        return replace(
+            trajectory,
+            reward=result.reward,
+            reward_parts=result.parts,
+            timings={**trajectory.timings, "reward_s": self._clock() - started},
+            failure=failure,
+            error=error,
+        )
 
     def _seed(self, prompt_id: str, group_id: int, sample_index: int, submission: int) -> int:
         return derive_seed(self._spec.seed, prompt_id, group_id, sample_index, submission)
+
+
+def _keeps(failure: FailureKind, rules: OnFailure) -> bool:
+    return rules.get(failure, "drop") != "drop"
+
+
+def response_text(trajectory: Trajectory, tokenizer: Decoder) -> str:
+    """See `Trajectory.text`."""
+    texts: list[str] = []
+    for sequence in trajectory.sequences():
+        generated = np.flatnonzero(trajectory.loss_mask[sequence])
+        if len(generated):
+            token_ids = trajectory.token_ids[sequence][generated[0] : generated[-1] + 1]
+            texts.append(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+    return "\n".join(texts)
 
 
 def derive_seed(run_seed: int, *parts: str | int) -> int:

@@ -128,6 +128,8 @@ INACTIVE: tuple[Inactive, ...] = (
         f"{BUILTIN_TASK} has no further columns", ["task.train_path"]),
     Inactive(["task.agent_args", "task.agent_timeout_s", "task.agent_max_sequences"], lambda c: not c.task.agent,
         "task.agent is empty: every answer is a single turn", ["task.agent"]),
+    Inactive(["algorithm.on_failure.agent_error"], lambda c: not c.task.agent,
+        "task.agent is empty, so no agent can fail", ["task.agent"]),
     # Advantages. A user's own estimator reads no key of the others, whatever its traits.
     *_UNCHOSEN_ESTIMATORS,
     Inactive(["algorithm.overlong_buffer_tokens"], _uses_parts,

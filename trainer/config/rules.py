@@ -223,6 +223,10 @@ def _reward_parts(config: RunConfig) -> Iterator[Problem]:
     if config.task.agent:
         message = f"may reward turns, which are no named part of a reward: {_chosen(config)} would not see them"
         yield _conflict(config, "task.agent", message, "use an estimator of the total reward", _ADVANTAGE)
+    for name in ("timeout", "reward_timeout"):
+        if getattr(config.algorithm.on_failure, name) == "zero":
+            message = f"gives no parts of a reward, which {_chosen(config)} reads"
+            yield _conflict(config, f"algorithm.on_failure.{name}", message, "use drop", _ADVANTAGE)
 
 
 def _counted_rewards(config: RunConfig) -> Iterator[Problem]:

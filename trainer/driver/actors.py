@@ -353,7 +353,7 @@ def consolidation_of(rollout: RolloutConfig) -> ConsolidationRule | None:
 
 
 def worker_spec(cfg: RunConfig) -> WorkerSpec:
-    rollout, task, reward = cfg.rollout, cfg.task, cfg.task.reward
+    rollout, task, reward, on_failure = cfg.rollout, cfg.task, cfg.task.reward, cfg.algorithm.on_failure
     return WorkerSpec(
         group_size=rollout.group_size,
         sampling=SamplingParams(
@@ -373,6 +373,11 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         chat_template_kwargs=task.chat_template_kwargs,
         agent_timeout_s=task.agent_timeout_s if task.agent else None,
         agent_max_sequences=task.agent_max_sequences,
+        on_failure={
+            "timeout": on_failure.timeout,
+            "agent_error": on_failure.agent_error,
+            "reward_timeout": on_failure.reward_timeout,
+        },
         seed=cfg.seed,
         per_request_seed=cfg.mode.max_staleness == 0 if rollout.per_request_seed is None else rollout.per_request_seed,
         tokenizer_path=_tokenizer_path(cfg),

@@ -51,7 +51,7 @@ class ResumePoint:
 
 
 def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here: bool = True) -> ResumePoint | None:
-    """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start. A run directory stands for its
+    """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start. A run directory means its
     newest checkpoint. Where this run has resumed from the one named before, it is the newest of those that followed.
 
     Args:
@@ -150,7 +150,7 @@ def _refused(cfg: RunConfig, message: str, hint: str) -> ConfigurationError:
 
 def origin(cfg: RunConfig) -> dict[str, Any]:
     """What a run began with and takes from its configuration at every start: key -> value, JSON-able. Either no
-    checkpoint holds it, or it says which tensors of the checkpoint are read.
+    checkpoint holds it, or it decides which tensors of the checkpoint are read.
 
     `seed` and `device.name` are None unless weights are drawn (`model.random_weights`): they are drawn again then, and
     every kind of device draws other numbers from it. The contents of a directory are not looked at.
@@ -242,7 +242,7 @@ class Checkpointer:
         self._saving: asyncio.Task[None] | None = None
 
     async def after_step(self, step: int) -> None:
-        """Save if `checkpoint.every_steps` says so. The learner stands still meanwhile, the engines do not."""
+        """Save if it is due (`checkpoint.every_steps`). The learner waits meanwhile, the engines do not."""
         every = self._cfg.checkpoint.every_steps
         if every and step % every == 0:
             await self._save(step)
@@ -294,5 +294,5 @@ class Checkpointer:
         try:
             await asyncio.to_thread(checkpoint.prune, directory, keep_last=keep.keep_last, keep_every=keep.keep_every)
         except OSError as error:
-            # What was trained is safe, and a disk that fills up says so itself.
+            # What was trained is safe, and a disk that fills up fails a save.
             log.warning("old checkpoints could not be deleted (%s); the next save tries again", one_line(error))

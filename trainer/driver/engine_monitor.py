@@ -116,6 +116,8 @@ def load_metrics(reports: Sequence[WorkerReport], loads: Mapping[str, EngineStat
             f"engine/kv_usage_frac/{name}": load.kv_usage_frac,
             f"engine/preemptions/{name}": load.num_preemptions,
         }
+    if hanging := sum(report.hanging_threads for report in reports):
+        record["agent/hanging_threads"] = hanging
     return {name: value for name, value in record.items() if value is not None}
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from trainer.telemetry.session import Telemetry
     from weight_sync.coordinator import SyncCoordinator
 
-    Answers = tuple[str, Prompt, Sequence[Trajectory]]
+    Answered = tuple[str, Prompt, Sequence[Trajectory]]
     """Name of the set (empty for that of `task.eval_path`), a prompt, and all responses to it in order."""
     PinVersions = Callable[[Sequence[str]], AbstractAsyncContextManager[Mapping[str, int | None]]]
     """Keeps replicas at their versions while the block runs, and yields these by name."""
@@ -54,7 +54,7 @@ class EvaluationFailed(Exception):
     """There is no number, and why. Training does not need one."""
 
     def __init__(
-        self, reason: str, *, version: int | None = None, time_s: float = 0.0, answers: Sequence[Answers] = ()
+        self, reason: str, *, version: int | None = None, time_s: float = 0.0, answers: Sequence[Answered] = ()
     ) -> None:
         """
         Args:
@@ -128,11 +128,10 @@ class Evaluator:
 
     async def run(
         self, pinned: asyncio.Event, *, is_shared: bool = False
-    ) -> tuple[dict[str, EvalMetrics], Sequence[Answers]]:
+    ) -> tuple[dict[str, EvalMetrics], Sequence[Answered]]:
         """Evaluate the version that the replica has; the numbers by set, and what they are the numbers of. Sets
-        `pinned` once no commit can change the version any more.
-
-        If its replica dies, it begins again on others, with the version that is live there.
+        `pinned` once no commit can change the version any more. If its replica dies, it begins again on others, with
+        the version that is live there.
 
         Consumes: the evaluation prompts. Waits for: the replicas' commit locks, and their responses. Unblocked by:
         `trainer.eval_timeout_s`; an interrupt, after `trainer.shutdown_timeout_s`.
@@ -147,7 +146,7 @@ class Evaluator:
         began, now = time.monotonic(), asyncio.get_running_loop().time
         self._is_running, self._began_at = True, now()
         version: int | None = None
-        answers: Sequence[Answers] = ()
+        answers: Sequence[Answered] = ()
         lost = set[str]()
         try:
             while True:
@@ -232,7 +231,7 @@ class Evaluator:
             limit.reschedule(soon)
 
 
-def group_by_prompt(eval_sets: Sequence[EvalSet], trajectories: Sequence[Trajectory]) -> list[Answers]:
+def group_by_prompt(eval_sets: Sequence[EvalSet], trajectories: Sequence[Trajectory]) -> list[Answered]:
     """In the order of the sets and their prompts; responses to one prompt are in a row."""
     rest = iter(trajectories)
     return [
@@ -269,12 +268,12 @@ def check_all_scored(trajectories: Sequence[Trajectory]) -> None:
 
 
 def score(
-    answers: Sequence[Answers], cfg: TrainerConfig, *, reward: str, version: int, time_s: float
+    answers: Sequence[Answered], cfg: TrainerConfig, *, reward: str, version: int, time_s: float
 ) -> dict[str, EvalMetrics]:
     """The numbers of each set, by name: means over all its responses, each counted with its reward, truncated ones too.
     Parts of the reward are averaged as those of training are. `reward` scores the prompts that name none."""
     scores: dict[str, EvalMetrics] = {}
-    for name, rows in itertools.groupby(answers, key=lambda answer: answer[0]):
+    for name, rows in itertools.groupby(answers, key=lambda one: one[0]):
         own = list(rows)
         trajectories = [trajectory for _, _, responses in own for trajectory in responses]
         num_samples = len(own[0][2])
@@ -359,13 +358,13 @@ class EvaluationSchedule:
         """Concurrently with training; may have ended."""
 
     async def at_start(self) -> None:
-        """The version that the run begins with, if that is asked for: concurrently with training, or before it."""
+        """The version that the run begins with: concurrently with training, or before it."""
         if self._evaluator.is_possible and self._cfg.eval_at_start:
-            await (self.evaluate(is_shared=True) if self._cfg.eval_blocking else self.begin())
+            await (self.evaluate() if self._cfg.eval_blocking else self.begin())
 
     async def after_sync(self, version: int) -> None:
         """Without `trainer.eval_blocking`: a due evaluation of the version that has just become live, but not of the
-        last one, which `at_end` looks after."""
+        last one, which is evaluated at the end."""
         is_last = self._state.step >= self._cfg.total_steps and version == self._state.version
         if not self._cfg.eval_blocking and not is_last and self._evaluator.is_due(version):
             await self.begin()
@@ -374,7 +373,7 @@ class EvaluationSchedule:
         """With `trainer.eval_blocking`: a due evaluation of exactly this step's version, while the learner waits."""
         if self._cfg.eval_blocking and self._evaluator.is_due(self._state.version):
             await wait_until_live()
-            await self.evaluate(is_shared=True)
+            await self.evaluate()
 
     async def at_end(self) -> None:
         """The last version, once: because that is asked for, or a periodic evaluation is due. Not of an interrupted
@@ -386,7 +385,7 @@ class EvaluationSchedule:
         is_asked_for = self._cfg.eval_at_end and evaluator.is_possible and evaluator.last_version < version
         if (is_asked_for or evaluator.is_due(version)) and not self._state.interrupted.is_set():
             with phase(f"evaluating version {version}"):
-                await self.evaluate(is_shared=True)
+                await self.evaluate()
 
     async def begin(self) -> None:
         """Evaluate concurrently with training. Returns once no commit can change the version any more, so that it is
@@ -395,13 +394,13 @@ class EvaluationSchedule:
         self._running = self._tasks.create_task(self.evaluate(pinned), name="evaluation")
         await pinned.wait()
 
-    async def evaluate(self, pinned: asyncio.Event | None = None, *, is_shared: bool = False) -> None:
-        """One evaluation; its result goes into the state and onto a line, and its responses into a file in the
-        background."""
+    async def evaluate(self, pinned: asyncio.Event | None = None) -> None:
+        """One evaluation, shared by all replicas unless it runs concurrently with training and sets `pinned`. Its
+        result goes into the state and onto a line, and its responses into a file in the background."""
         state, telemetry = self._state, self._telemetry
         try:
             with telemetry.tracer.span("evaluation", "evaluate", overlapping=True):
-                scores, answers = await self._evaluator.run(pinned or asyncio.Event(), is_shared=is_shared)
+                scores, answers = await self._evaluator.run(pinned or asyncio.Event(), is_shared=pinned is None)
         except EvaluationFailed as error:
             await self._report_failure(error)
             return
@@ -441,7 +440,7 @@ class EvaluationSchedule:
 async def pinned_versions(
     names: Sequence[str], *, coordinator: SyncCoordinator, workers: Fleet
 ) -> AsyncIterator[Mapping[str, int | None]]:
-    """Keep replicas at their versions for an evaluation, as the module says. Yields these versions."""
+    """Keep replicas at their versions for an evaluation, as described above. Yields these versions."""
     if len(names) > 1:
         async with contextlib.AsyncExitStack() as stack:
             yield {name: await stack.enter_async_context(coordinator.freeze(name)) for name in names}

@@ -469,12 +469,7 @@ class Fleet:
 
     # Restarts
 
-    async def watch(
-        self,
-        *,
-        needs_groups: Callable[[], bool],
-        needs_engines: Callable[[], bool],
-    ) -> None:
+    async def watch(self, *, needs_groups: Callable[[], bool], needs_engines: Callable[[], bool]) -> None:
         """Keeps the table and the workers' views new, and as many engines and workers alive as there may be.
 
         Consumes: polls of engines, reports of workers, the states of weight sync. Waits for: its interval. Unblocked

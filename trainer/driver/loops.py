@@ -88,11 +88,7 @@ class TrainingRun:
         self.metrics = StepMetrics()
         self.evaluations = EvaluationSchedule(cfg.trainer, evaluator, state, telemetry, tasks=self.tasks)
         self.weights = WeightUpdater(
-            devices,
-            on_live=self.on_live,
-            wait_for_engine=workers.wait_for_engine,
-            tracer=telemetry.tracer,
-            first=live,
+            devices, on_live=self.on_live, wait_for_engine=workers.wait_for_engine, tracer=telemetry.tracer, first=live
         )
         self._checkpointer = Checkpointer(cfg, telemetry, learner=learner, buffer=buffer, source=source, state=state)
         self._filter_zero_variance = cfg.algorithm.dynamic_sampling
@@ -102,7 +98,7 @@ class TrainingRun:
         self._last_steps: dict[int, int] = {}
         """Version -> the last step that ended with it, until it is live."""
         self._step: asyncio.Task[bool] | None = None
-        """The last step of the learner; it goes on where `take_steps` is cancelled."""
+        """The last step of the learner; it continues where `take_steps` is cancelled."""
         self._make_record: Callable[[], dict[str, object]] | None = None
         self._record: dict[str, object] | None = None
         """The line of the last step, but for the evaluation; both None once it is written."""
@@ -317,7 +313,7 @@ class TrainingRun:
         """One step of the learner; then its weights are on their way, and its line is made. A step that changed no
         weight of the policy makes no version: what is live stays the newest.
 
-        Once begun the step goes on where the caller is cancelled: see `emergency_save`.
+        Once begun the step continues where the caller is cancelled: see `emergency_save`.
 
         Args:
             waits_s: for the batch, and how much of it during an evaluation.
@@ -385,7 +381,7 @@ class TrainingRun:
                 backpressure_s=stats.slot_wait_s,
                 engines_idle_frac=self.workers.idle_engines.take_frac(num_replicas=num_replicas),
             ),
-            "response/failed_frac": state.failed_responses.take_frac(),
+            **state.failed_responses.take_record(),
             **self.telemetry.record(),
             **{f"data/{name}": value for name, value in self.source.record(groups).items()},
             **self.workers.load_record,
@@ -497,7 +493,7 @@ def _warn_of_skipped(result: StepResult) -> None:
     if (skipped := result.metrics.get("skipped_steps")) is not None and skipped.sum:
         log.warning(
             "step %d was skipped: a gradient is not finite, so no weight has changed; look for wrong rewards and "
-            "log-probs in its trajectories, or lower the learning rate (learner.max_skipped_steps says how often)",
+            "log-probs in its trajectories, or lower the learning rate (learner.max_skipped_steps is the limit)",
             step,
         )
 

@@ -205,13 +205,15 @@ class Driver:
         try:
             await training.run(*([] if self._cluster is None else [self._cluster.watch()]))
             state.stop("completed")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is raised again, after what was learned is saved
             self._is_training = False  # an interrupt does not wait for what comes now
-            self._failure, state.stop_reason = _as_failure(error, state.step), "failed"
+            log.error("training failed after %d steps: %s", state.step, one_line(first_cause(error)))
+            self._failure, state.stop_reason = error, "failed"
+            if isinstance(error, START_ERRORS):
+                self._failure = TrainingFailed(f"training failed after {state.step} steps")
+                self._failure.__cause__ = error
             await training.emergency_save()
-            if self._failure is error:
-                raise
-            raise self._failure from error
+            raise self._failure  # noqa: B904 - it has a cause, or is the error itself
         finally:
             state.discarded_tokens = training.buffer.stats().discarded_tokens
             training.workers.close()
@@ -246,16 +248,6 @@ class Driver:
             evaluator=evaluator,
             live=live,
         )
-
-
-def _as_failure(error: Exception, step: int) -> Exception:
-    """What the run ends with, once training has begun."""
-    log.error("training failed after %d steps: %s", step, one_line(first_cause(error)))
-    if not isinstance(error, START_ERRORS):
-        return error
-    failure = TrainingFailed(f"training failed after {step} steps")
-    failure.__cause__ = error
-    return failure
 
 
 async def _start_cluster(cfg: RunConfig, checked: PreflightResult, last_words: Mapping[str, object]) -> Cluster:

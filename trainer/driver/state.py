@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +34,16 @@ class FailedResponses:
     so that a judge that is down for an hour leaves some lines and not thousands."""
 
     def __init__(self) -> None:
-        self.num_failed = 0
-        self.num_responses = 0
+        self.num_failed = self.num_responses = 0
         self.first_error = ""
-        self._warn_at = 1
-        self._reported = (0, 0)
+        self._warn_at, self._reported = 1, (0, 0)
+        self._failures: Counter[str] = Counter()
 
     def count(self, group: Group) -> None:
-        """A group was generated, whether it is trained or not."""
+        """Of a group that was generated, whether it is trained or not."""
         errors = [trajectory.error for trajectory in group.trajectories if trajectory.status == "failed"]
         self.num_responses += len(group.trajectories)
+        self._failures.update(trajectory.failure for trajectory in group.trajectories if trajectory.failure)
         self.num_failed += len(errors)
         if errors and not self.first_error:
             self.first_error = errors[0]
@@ -50,22 +51,22 @@ class FailedResponses:
             self._warn_at = 2 * self.num_failed
             log.warning("%s", self)
 
-    @property
-    def frac(self) -> float:
-        """Of all responses so far; 0 without any."""
-        return self.num_failed / self.num_responses if self.num_responses else 0.0
-
-    def take_frac(self) -> float:
-        """Of the responses since the last call, those of groups that are not trained included."""
+    def take_record(self) -> dict[str, float]:
+        """Metrics of the responses since the last call, those of groups that are not trained included."""
         before, self._reported = self._reported, (self.num_failed, self.num_responses)
-        return (self.num_failed - before[0]) / max(self.num_responses - before[1], 1)
+        failures, self._failures = self._failures, Counter()
+        return {
+            "response/failed_frac": (self.num_failed - before[0]) / max(self.num_responses - before[1], 1),
+            **{f"response/failures/{kind}": number for kind, number in failures.items()},
+        }
 
     def __str__(self) -> str:
         plural = "" if self.num_failed == 1 else "s"
         first_line = self.first_error.partition("\n")[0]  # a traceback may follow; summary.json has it
         return (
-            f"{self.num_failed} response{plural} of {self.num_responses} ({self.frac:.0%}) failed and got no reward; "
-            f"means are over the others. First failure: {first_line}"
+            f"{self.num_failed} response{plural} of {self.num_responses} "
+            f"({self.num_failed / max(self.num_responses, 1):.0%}) failed and got no reward; means are over the "
+            f"others. First failure: {first_line}"
         )
 
 
@@ -86,7 +87,7 @@ class EvalMetrics:
     time_s: float
     """Of the whole evaluation, all sets together."""
     accuracy_stderr: float | None = None
-    """None with one prompt, which says nothing of others."""
+    """None with one prompt, which is no sample of others."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Part -> mean over the responses that have it."""
     by_reward: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -288,12 +288,7 @@ class QueueTimer:
                 self._times[group.group_id]["taken"] = self._clock()
 
     def step_record(
-        self,
-        groups: Sequence[Group],
-        *,
-        num_replicas: int,
-        backpressure_s: float,
-        engines_idle_frac: float | None,
+        self, groups: Sequence[Group], *, num_replicas: int, backpressure_s: float, engines_idle_frac: float | None
     ) -> dict[str, float]:
         """Metrics since the last line; the `groups` of this step are forgotten.
 

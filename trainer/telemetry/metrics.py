@@ -157,6 +157,11 @@ TRAINING: Rows = (
      "tool, raised, or too slow.", "falls"),
     ("response/failed_frac", "fraction", "Responses without a reward since the previous step because the reward "
      "function or agent failed, those of untrained groups included.", "0"),
+    ("response/failures/*", "responses", "Responses since the previous step that went wrong, whatever "
+     "algorithm.on_failure made of them, by kind: timeout, agent_error, reward_timeout or reward_error. Absent at 0.",
+     "0"),
+    ("agent/hanging_threads", "threads", "Threads of rollout workers that still run calls of tools or agents that took "
+     "too long, because a thread cannot be ended. At 1,024 per worker every further call fails. Absent at 0.", "0"),
     ("eval/accuracy", "reward", "Mean reward of the held-out responses: an accuracy where rewards are 0 and 1. Like "
      "all of eval/ except eval/failed_runs, only on lines where an evaluation ended, for the newest one; "
      "evaluations.jsonl has all.", "rises"),

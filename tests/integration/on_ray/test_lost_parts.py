@@ -80,7 +80,12 @@ class Run:
             max_engine_restarts=3,
             max_worker_restarts=1,
         )
-        loops = (self.admit(), self.roll_out(), self.train(), self.fleet.watch())
+        loops = (
+            self.admit(),
+            self.roll_out(),
+            self.train(),
+            self.fleet.watch(needs_groups=lambda: True, needs_engines=lambda: True),
+        )
         self.tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def new_engine(self) -> Any:

@@ -103,7 +103,7 @@ async def is_idle(engine: Any) -> bool:
 async def test_requests_that_an_engine_gives_up_go_on_in_another_one(engines: dict[str, Any], start: Any) -> None:
     worker = await start(engines, group_size=4, repacking=ConsolidationRule(below=8, most=64))
     fleet = Fleet(engines, [worker], group_timeout_s=60.0)
-    watch = asyncio.create_task(fleet.watch())
+    watch = asyncio.create_task(fleet.watch(needs_groups=lambda: True, needs_engines=lambda: True))
     groups = await asyncio.gather(*(fleet.run_group(item(index)) for index in range(2)))
     for group in groups:
         check(group, {(1, 2), (2,)})

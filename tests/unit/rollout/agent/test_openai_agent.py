@@ -16,9 +16,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from rollout.agent.openai_agent import MOST_BYTES, OpenAiLoop, Task
+from rollout.agent.openai_agent import MAX_BYTES, OpenAiLoop, Task
 from rollout.agent.runner import make_loop, run_episode
-from rollout.errors import AgentError, EngineDead, PluginError
+from rollout.errors import AgentError, PluginError
 from rollout.fleet.scheduler import NoReplica
 from rollout.rendering import ChatTemplateRenderer
 from rollout.types import SamplingParams, TokenChunk
@@ -73,50 +73,72 @@ async def asks_once(task: Task) -> None:
         await chat(USER)
 
 
-async def asks_on_and_on(task: Task) -> None:
+async def asks_until_there_is_no_room(task: Task) -> None:
     async with client_of(task) as chat:
         messages = [USER]
-        while True:
-            answer = (await chat(*messages)).choices[0].message
-            messages += [{"role": "assistant", "content": answer.content}, USER]
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
+            while True:
+                said = (await chat(*messages)).choices[0].message
+                messages += [{"role": "assistant", "content": said.content}, USER]
+        assert refused.value.code == "context_length_exceeded" and len(messages) > 3
+        raise KeyError("no response")
 
 
-async def test_an_agent_that_raises_for_want_of_room_has_a_truncated_trajectory(policy: ChatPolicy) -> None:
-    codes = []
-
-    async def solve(task: Task) -> None:
-        try:
-            await asks_on_and_on(task)
-        except openai.BadRequestError as error:
-            codes.append((error.code, "maximum context length" in error.message))
-            raise KeyError("no answer") from error
-
-    episode = await played(solve, policy, max_tokens=100)
-    assert (episode.status, codes) == ("truncated", [("context_length_exceeded", True)])
-    assert len([turn for turn in episode.turns() if turn.is_generated.any()]) > 1
+async def asks_for_little(task: Task) -> None:
+    async with client_of(task) as chat:
+        await chat(USER, max_tokens=2)
 
 
-async def test_an_answer_that_is_cut_for_want_of_room_truncates(policy: ChatPolicy) -> None:
-    episode = await played(asks_once, policy, max_tokens=2)
-    assert (episode.status, policy.max_tokens) == ("truncated", [2])
-
-
-async def test_an_answer_that_the_agent_itself_cut_short_truncates_nothing(policy: ChatPolicy) -> None:
-    async def solve(task: Task) -> None:
+async def continues_with_less_history(task: Task) -> None:
+    with pytest.raises(openai.BadRequestError):
         async with client_of(task) as chat:
-            await chat(USER, max_tokens=2)
+            await chat({"role": "user", "content": "x" * 1000})
+    await asks_once(task)
 
-    assert (await played(solve, policy)).status == "completed"
+
+@pytest.mark.parametrize(
+    ("solve", "max_tokens", "status"),
+    [
+        (asks_until_there_is_no_room, 100, "truncated"),
+        (asks_once, 2, "truncated"),
+        (asks_for_little, 300, "completed"),
+        (continues_with_less_history, 300, "completed"),
+    ],
+)
+async def test_a_trajectory_is_truncated_if_its_last_response_lacked_room(
+    policy: ChatPolicy, solve: Any, max_tokens: int, status: str
+) -> None:
+    assert (await played(solve, policy, max_tokens=max_tokens)).status == status
 
 
-async def test_an_agent_that_goes_on_with_less_history_is_not_truncated(policy: ChatPolicy) -> None:
-    async def solve(task: Task) -> None:
-        with pytest.raises(openai.BadRequestError):
-            async with client_of(task) as chat:
-                await chat({"role": "user", "content": "x" * 1000})
-        await asks_once(task)
+@pytest.mark.parametrize("error", [None, KeyError("my tool")])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("reward", [None, 2, -0.5, np.float32(0.5), float("nan"), True, "1", [1.0]])
+async def test_the_reward_goes_to_the_last_turn_and_what_an_agent_did_wrong_is_the_reason(
+    policy: ChatPolicy, reward: Any, asks: bool, error: Exception | None
+) -> None:
+    async def solve(task: Task) -> Any:
+        async with client_of(task) as chat:
+            if asks:
+                await chat(USER)
+                await chat(USER, {"role": "assistant", "content": "one"}, USER)
+        if error is not None:
+            raise error
+        return reward
 
-    assert (await played(solve, policy)).status == "completed"
+    reason = ""
+    if error is not None:
+        reason = r"raised KeyError: 'my tool' \(test_openai_agent.py:\d+\)"
+    elif not asks:
+        reason = "the policy has said nothing"
+    elif reward not in (None, 2, -0.5, 0.5) or reward is True:
+        reason = "must return a finite number or None"
+    if reason:
+        with pytest.raises(AgentError, match=reason):
+            await played(solve, policy)
+    else:
+        turns = (await played(solve, policy)).turns()
+        assert [turn.reward for turn in turns] == [0.0, 0.0 if reward is None else reward]
 
 
 async def test_a_generation_that_runs_out_of_time_fails_the_trajectory_at_once(policy: ChatPolicy) -> None:
@@ -136,15 +158,6 @@ async def test_a_generation_that_runs_out_of_time_fails_the_trajectory_at_once(p
 
     episode = await played(solve, policy, generate=generate, timeout_s=60.0)
     assert (episode.status, ended) == ("failed", [True])
-
-
-async def test_what_an_agent_raises_is_the_reason(policy: ChatPolicy) -> None:
-    async def solve(task: Task) -> None:
-        await asks_once(task)
-        raise KeyError("my tool")
-
-    with pytest.raises(AgentError, match=r"raised KeyError: 'my tool' \(test_openai_agent.py:\d+\)"):
-        await played(solve, policy)
 
 
 async def test_an_agent_that_hangs_ends_at_the_deadline_with_its_generation_and_its_address(
@@ -231,12 +244,6 @@ async def test_a_client_in_a_thread_is_told_once_what_an_engine_raised(policy: C
     await loop.close()
 
 
-async def test_an_engine_that_dies_in_mid_answer_is_what_play_raises(policy: ChatPolicy) -> None:
-    policy.engine.faults.die_after_tokens = 2
-    with pytest.raises(EngineDead, match="scripted death"):
-        await played(asks_once, policy)
-
-
 async def test_many_trajectories_share_a_server_and_nothing_else(policy: ChatPolicy) -> None:
     everybody = asyncio.Barrier(200)
 
@@ -279,36 +286,6 @@ async def test_an_agent_gets_the_prompt_as_messages(policy: ChatPolicy, messages
     assert list(seen[0].messages) == (list(messages) or [{"role": "user", "content": prompt.text}])
 
 
-@pytest.mark.parametrize(("reward", "expected"), [(None, 0.0), (2, 2.0), (-0.5, -0.5), (np.float32(0.5), 0.5)])
-async def test_a_reward_goes_to_the_last_turn(policy: ChatPolicy, reward: Any, expected: float) -> None:
-    async def solve(task: Task) -> float | None:
-        async with client_of(task) as chat:
-            await chat(USER)
-            await chat(USER, {"role": "assistant", "content": "one"}, USER)
-            return reward
-
-    assert [turn.reward for turn in (await played(solve, policy)).turns()] == [0.0, expected]
-
-
-@pytest.mark.parametrize("reward", [float("nan"), True, "1", [1.0]])
-async def test_what_is_no_finite_number_is_no_reward(policy: ChatPolicy, reward: Any) -> None:
-    async def solve(task: Task) -> Any:
-        await asks_once(task)
-        return reward
-
-    with pytest.raises(AgentError, match="must return a finite number or None"):
-        await played(solve, policy)
-
-
-@pytest.mark.parametrize("reward", [None, 1.0])
-async def test_an_agent_that_never_asks_is_told(policy: ChatPolicy, reward: float | None) -> None:
-    async def solve(task: Task) -> float | None:
-        return reward
-
-    with pytest.raises(AgentError, match="the policy has said nothing"):
-        await played(solve, policy)
-
-
 async def test_an_address_of_nobody_here_is_told_and_not_remembered(
     policy: ChatPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,7 +325,7 @@ async def test_the_server_tells_its_model_and_what_it_does_not_have(policy: Chat
 
 @pytest.mark.parametrize(
     ("length", "most_read"),
-    [("Transfer-Encoding: chunked", MOST_BYTES), (f"Content-Length: {4 * MOST_BYTES}", 0)],
+    [("Transfer-Encoding: chunked", MAX_BYTES), (f"Content-Length: {4 * MAX_BYTES}", 0)],
     ids=["chunked", "declared"],
 )
 async def test_a_request_without_a_trajectory_is_answered_before_its_body_is_read(
@@ -363,7 +340,7 @@ async def test_a_request_without_a_trajectory_is_answered_before_its_body_is_rea
         assert b"Connection: close" in head
         num_sent, piece = 0, b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
         with pytest.raises(ConnectionError):
-            while num_sent < 3 * MOST_BYTES:
+            while num_sent < 3 * MAX_BYTES:
                 writer.write(piece)
                 await writer.drain()
                 num_sent += len(piece)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from rollout.agent.openai_agent import OpenAiLoop, Task
-from rollout.agent.openai_protocol import ApiError, parse_request
+from rollout.agent.openai_protocol import ApiError, assistant_message, normalize, parse_request, same_message
 from rollout.agent.openai_session import Session
 from rollout.agent.runner import run_episode
 from rollout.rendering import ChatTemplateRenderer, RenderOptions, TooLong
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rollout.types import TokenChunk, Trajectory
-    from weight_sync.wire import CommitResult
 
 USER: dict[str, Any] = {"role": "user", "content": "2+3?"}
 OTHER: dict[str, Any] = {"role": "user", "content": "sure?"}
@@ -93,53 +92,50 @@ async def test_turns_of_one_conversation_are_one_sequence_of_what_was_sampled() 
 
 
 THOUGHT, FIVE = "<think>add</think>5", {"role": "assistant", "content": "5"}
+THOUGHT_OF_IT = {"role": "assistant", "content": THOUGHT}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}
+FIRST, SECOND = f"{ASKED}{{{THOUGHT}{END}}}", f"{{yes{END}}}"
 
 
 @pytest.mark.parametrize(
-    ("messages", "arguments", "asked"),
+    ("requests", "spoken"),
     [
-        ([USER, FIVE, OTHER], {}, f"{ASKED}5{END}{ASKED_AGAIN}"),
-        ([USER], {}, ASKED),
+        ([([USER], {}), ([USER, FIVE, OTHER], {})], f"{FIRST}---\n{ASKED}5{END}{ASKED_AGAIN}{SECOND}"),
+        ([([USER], {}), ([USER], {})], f"{FIRST}---\n{FIRST}"),
         (
-            [{"role": "developer", "content": "new"}, USER, {"role": "assistant", "content": THOUGHT}, OTHER],
-            {},
-            f"<|im_start|>system\nnew{END}\n{ASKED}5{END}{ASKED_AGAIN}",
+            [([USER], {}), ([{"role": "developer", "content": "new"}, USER, THOUGHT_OF_IT, OTHER], {})],
+            f"{FIRST}---\n<|im_start|>system\nnew{END}\n{ASKED}5{END}{ASKED_AGAIN}{SECOND}",
         ),
         (
-            [USER, {"role": "assistant", "content": THOUGHT}, OTHER],
-            {"tools": [ADD]},
-            f"<|im_start|>system\nadd{END}\n{ASKED}5{END}{ASKED_AGAIN}",
+            [([USER], {}), ([USER, THOUGHT_OF_IT, OTHER], {"tools": [ADD]})],
+            f"{FIRST}---\n<|im_start|>system\nadd{END}\n{ASKED}5{END}{ASKED_AGAIN}{SECOND}",
         ),
         (
-            [USER, {"role": "assistant", "content": THOUGHT}, OTHER],
-            {"extra_body": {"chat_template_kwargs": {"quiet": True}}},
-            f"{ASKED}5{END}{ASKED_AGAIN}hush ",
+            [([USER], {}), ([USER, THOUGHT_OF_IT, OTHER], {"extra_body": {"chat_template_kwargs": {"quiet": True}}})],
+            f"{FIRST}---\n{ASKED}5{END}{ASKED_AGAIN}hush {SECOND}",
+        ),
+        ([([OTHER], {})], f"---\n{ASKED_AGAIN[1:]}{{{THOUGHT}{END}}}"),
+        ([([PARTS], {})], FIRST),
+        (
+            [([USER], {}), ([OTHER], {}), ([USER, THOUGHT_OF_IT, OTHER], {})],
+            f"{FIRST}{ASKED_AGAIN}{SECOND}---\n{ASKED_AGAIN[1:]}{{{THOUGHT}{END}}}",
         ),
     ],
-    ids=["thoughts-left-out", "same-again", "other-system", "other-tools", "other-template"],
-)
-async def test_a_history_that_is_not_what_was_said_is_a_sequence_of_its_own(
-    messages: list[Any], arguments: dict[str, Any], asked: str
+    ids=[
+        "thoughts-left-out", "same-again", "other-system", "other-tools", "other-template", "not-the-prompt",
+        "in-parts", "on-the-side",
+    ],
+)  # fmt: skip
+async def test_a_request_continues_what_it_repeats_and_anything_else_is_a_sequence_of_its_own(
+    requests: list[tuple[list[Any], dict[str, Any]]], spoken: str
 ) -> None:
     policy = ChatPolicy(by_turn(THOUGHT + END, f"yes{END}"))
 
     async def talk(chat: Chat) -> None:
-        await chat(USER)
-        await chat(*messages, **arguments)
+        for messages, arguments in requests:
+            await chat(*messages, **arguments)
 
-    episode = await played(policy, talk)
-    answer = THOUGHT if asked == ASKED else "yes"
-    assert policy.spoken(episode.turns()) == f"{ASKED}{{{THOUGHT}{END}}}---\n{asked}{{{answer}{END}}}"
-
-
-async def test_a_first_conversation_that_is_not_the_prompt_begins_anew() -> None:
-    policy = ChatPolicy(by_turn(f"yes{END}"))
-
-    async def talk(chat: Chat) -> None:
-        await chat(OTHER)
-
-    episode = await played(policy, talk, max_sequences=1)
-    assert policy.spoken(episode.turns()) == f"---\n{ASKED_AGAIN[1:]}{{yes{END}}}"
+    assert policy.spoken((await played(policy, talk)).turns()) == spoken
 
 
 async def test_requests_at_once_do_not_share_a_sequence() -> None:
@@ -169,19 +165,6 @@ async def test_requests_at_once_do_not_share_a_sequence() -> None:
     )
 
 
-async def test_a_question_on_the_side_leaves_the_conversation_where_it_was() -> None:
-    policy = ChatPolicy(by_turn(f"one{END}", f"two{END}"))
-
-    async def talk(chat: Chat) -> None:
-        first = said(await chat(USER))
-        await chat(OTHER)
-        await chat(USER, first, OTHER)
-
-    episode = await played(policy, talk, max_sequences=2)
-    main = f"{ASKED}{{one{END}}}{ASKED_AGAIN}{{two{END}}}"
-    assert policy.spoken(episode.turns()) == f"{main}---\n{ASKED_AGAIN[1:]}{{one{END}}}"
-
-
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
 
 
@@ -209,19 +192,6 @@ async def test_calls_of_tools_are_read_and_what_tools_return_follows_in_the_same
     assert policy.spoken(episode.turns()) == f"{opening}{first}\n{results}{BEGIN}{{5{END}}}"
 
 
-@pytest.mark.parametrize("text", ['<tool_call>{"name": "add", </tool_call>', CALL % 1], ids=["no-json", "no-tools"])
-async def test_what_is_no_call_stays_text(text: str) -> None:
-    policy = ChatPolicy(by_turn(text + END))
-
-    async def talk(chat: Chat) -> None:
-        choice = (await chat(USER, **({"tools": [ADD]} if "add" in text and "arguments" not in text else {}))).choices[
-            0
-        ]
-        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
-
-    await played(policy, talk)
-
-
 async def test_stop_texts_and_limits_of_a_request_end_the_answer() -> None:
     policy = ChatPolicy(lambda asked: f"yes</a> and more{END}" if "sure" in asked else f"123456789{END}")
 
@@ -235,6 +205,20 @@ async def test_stop_texts_and_limits_of_a_request_end_the_answer() -> None:
     # The end of a turn that was cut is context, and what a stop text ended is trained with it.
     assert policy.spoken(episode.turns()) == f"{ASKED}{{123}}{END}{ASKED_AGAIN}{{yes</a>}}"
     assert (policy.max_tokens, episode.status) == ([3, 50], "completed")
+
+
+async def test_the_stop_texts_of_the_run_are_trained_and_no_agent_reads_them() -> None:
+    policy = ChatPolicy(by_turn(f"yes</a> and{END}", f"{CALL % 1}</a>{END}"))
+
+    async def generate(token_ids: np.ndarray, max_tokens: int, *, stop: Any = None) -> TokenChunk:
+        return await policy.generate(token_ids, max_tokens, stop=("</a>",) if stop is None else stop)
+
+    session = session_of(await policy.start(), generate=generate, stop=("</a>",))
+    first = await session.respond(parse_request({"messages": [USER]}, {}))
+    assert (first.message["content"], first.finish_reason) == ("yes", "stop")
+    again = await session.respond(parse_request({"messages": [USER, first.message, OTHER], "stop": ["and"]}, {}))
+    assert again.message["content"] == f"{CALL % 1}</a>"
+    assert policy.spoken(session.turns()).startswith(f"{ASKED}{{yes</a>}}")
 
 
 async def test_log_probabilities_and_streams_are_those_of_the_api() -> None:
@@ -257,70 +241,32 @@ async def test_log_probabilities_and_streams_are_those_of_the_api() -> None:
     await played(policy, talk)
 
 
-async def test_a_commit_between_and_within_answers_labels_every_token() -> None:
-    policy = ChatPolicy(by_turn(f"one{END}", f"two{END}", "3" * 90 + END))
-
-    async def commit(version: int) -> CommitResult:
-        return await policy.engine.commit(version, "update", timeout_s=5.0)
-
-    async def talk(chat: Chat) -> None:
-        first = said(await chat(USER))
-        await commit(1)
-        second = said(await chat(USER, first, OTHER))
-        asking = asyncio.create_task(chat(USER, first, OTHER, second, USER))
-        while policy.engine.status().generated_tokens < 12:
-            await asyncio.sleep(0)
-        await commit(2)
-        await asking
-
-    episode = await played(policy, talk)
-    segments = [list(turn.segments) for turn in episode.turns()]
-    assert segments[:2] == [[(0, 4)], [(1, 4)]]
-    assert [version for version, _ in segments[2]] == [1, 2]
-    for turn in episode.turns():  # the policy's log-probabilities tell its version
-        versions = turn.versions[turn.is_generated]
-        assert turn.logprobs[turn.is_generated].tolist() == (-0.5 - versions).tolist()
-
-
-async def test_a_client_that_goes_away_ends_its_generation_and_leaves_the_conversation_as_it_was() -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_client_that_goes_away_ends_its_generation_and_leaves_the_conversation_as_it_was(
+    has_begun: bool,
+) -> None:
     policy = ChatPolicy(by_turn(f"one{END}", f"two{END}"))
 
     async def talk(chat: Chat) -> None:
-        first = said(await chat(USER))
+        history = [USER, said(await chat(USER))] if has_begun else []
         policy.engine.faults.hang_generation = True
         policy.has_begun.clear()
-        asking = asyncio.create_task(chat(USER, first, {"role": "user", "content": "never answered"}))
+        asking = asyncio.ensure_future(chat(*history, {"role": "user", "content": "never answered"}))
         await policy.has_begun.wait()
         asking.cancel()
         while policy.engine._live:
             await asyncio.sleep(0)
         policy.engine.faults.hang_generation = False
-        await chat(USER, first, OTHER)
+        await chat(*history, OTHER if has_begun else USER)
 
     episode = await played(policy, talk, max_sequences=1)
-    assert policy.spoken(episode.turns()) == f"{ASKED}{{one{END}}}{ASKED_AGAIN}{{two{END}}}"
+    again = f"{ASKED_AGAIN}{{two{END}}}" if has_begun else ""
+    assert policy.spoken(episode.turns()) == f"{ASKED}{{one{END}}}{again}"
 
 
-async def test_an_answer_that_is_given_up_in_a_conversation_of_its_own_leaves_nothing() -> None:
-    policy = ChatPolicy(by_turn(f"one{END}"))
-
-    async def talk(chat: Chat) -> None:
-        policy.engine.faults.hang_generation = True
-        asking = asyncio.create_task(chat(OTHER))
-        await policy.has_begun.wait()
-        asking.cancel()
-        while policy.engine._live:
-            await asyncio.sleep(0)
-        policy.engine.faults.hang_generation = False
-        await chat(USER)
-
-    episode = await played(policy, talk, max_sequences=1)
-    assert policy.spoken(episode.turns()) == f"{ASKED}{{one{END}}}"
-
-
-def session_of(policy: ChatPolicy, *, generate: Any = None) -> Session:
+def session_of(policy: ChatPolicy, *, generate: Any = None, stop: Sequence[str] = ()) -> Session:
     template = ChatTemplateRenderer(policy.tokenizer)
-    return Session(policy.prompt(), 500, generate=generate or policy.generate, template=template)
+    return Session(policy.prompt(), 500, generate=generate or policy.generate, template=template, stop=stop)
 
 
 async def test_a_session_that_has_ended_asks_the_policy_nothing_more() -> None:
@@ -329,7 +275,7 @@ async def test_a_session_that_has_ended_asks_the_policy_nothing_more() -> None:
     session = session_of(policy)
     await session.close()
     with pytest.raises(ApiError, match="this trajectory has ended"):
-        await session.answer(parse_request({"messages": [USER]}, {}))
+        await session.respond(parse_request({"messages": [USER]}, {}))
     assert policy.asked == []
 
 
@@ -343,12 +289,12 @@ async def test_an_answer_without_tokens_leaves_the_conversation_as_it_was() -> N
         return await policy.generate(token_ids, max_tokens, stop=stop)
 
     session = session_of(policy, generate=generate)
-    first = await session.answer(parse_request({"messages": [USER]}, {}))
+    first = await session.respond(parse_request({"messages": [USER]}, {}))
     is_silent[0] = True
-    silent = await session.answer(parse_request({"messages": [USER, first.message, USER]}, {}))
+    silent = await session.respond(parse_request({"messages": [USER, first.message, USER]}, {}))
     assert (silent.message["content"], silent.num_completion_tokens) == ("", 0)
     is_silent[0] = False
-    await session.answer(parse_request({"messages": [USER, first.message, OTHER]}, {}))
+    await session.respond(parse_request({"messages": [USER, first.message, OTHER]}, {}))
     assert policy.spoken(session.turns()) == f"{ASKED}{{one{END}}}{ASKED_AGAIN}{{two{END}}}"
 
 
@@ -360,55 +306,31 @@ async def test_an_answer_without_tokens_leaves_the_conversation_as_it_was() -> N
         ([USER], {"tool_choice": "required"}, "tool_choice must be"),
         ([USER], {"logprobs": True, "top_logprobs": 5}, "top_logprobs must be 0"),
         ([USER], {"presence_penalty": 0.5}, "presence_penalty must be 0"),
-        ([USER], {"max_tokens": 0}, "max_tokens must be a whole number >= 1"),
-        ([USER], {"stop": [""]}, "stop must be"),
-        ([USER], {"tools": ["add"]}, "tools must be a list of objects"),
-        ([USER], {"extra_body": {"chat_template_kwargs": [1]}}, "chat_template_kwargs must be an object"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}, "content must be text"),
+        ([USER], {"max_tokens": 0}, r"`int` >= 1 - at `\$\.max_tokens`"),
+        ([USER], {"stop": [""]}, r"\$\.stop"),
+        ([USER], {"tools": ["add"]}, r"\$\.tools"),
+        ([USER], {"extra_body": {"chat_template_kwargs": [1]}}, r"Expected `object.*\$\.chat_template_kwargs"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], {}, "images and sound can"),
         ([{"role": "refused", "content": ""}], {}, "refused the messages: TemplateError: there is no such role"),
-        ([], {}, "messages must be a list"),
+        ([], {}, r"\$\.messages"),
     ],
 )  # fmt: skip
-async def test_what_a_policy_in_training_cannot_do_is_refused_once(
-    messages: list[Any], arguments: dict[str, Any], message: str
+async def test_what_a_policy_in_training_cannot_do_is_refused_and_what_changes_nothing_is_logged_once(
+    messages: list[Any], arguments: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = ChatPolicy(by_turn(f"one{END}"))
 
     async def talk(chat: Chat) -> None:
         with pytest.raises(openai.BadRequestError, match=message):
             await chat(*messages, **arguments)
-        await chat(USER, temperature=0.1, seed=3, user="me", parallel_tool_calls=True, response_format={"type": "text"})
-
-    episode = await played(policy, talk, max_sequences=1)
-    assert policy.spoken(episode.turns()) == f"{ASKED}{{one{END}}}"
-    assert len(policy.asked) == 1
-
-
-async def test_what_changes_nothing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    policy = ChatPolicy(by_turn(f"one{END}"))
-
-    async def talk(chat: Chat) -> None:
         for _ in range(2):
-            await chat(USER, temperature=0.1)
+            neutral = {"parallel_tool_calls": True, "response_format": {"type": "text"}}
+            await chat(USER, temperature=0.1, seed=3, user="me", **neutral)
 
-    await played(policy, talk)
+    episode = await played(policy, talk, max_sequences=2)
+    assert policy.spoken(episode.turns()) == "---\n".join([f"{ASKED}{{one{END}}}"] * 2)
+    assert len(policy.asked) == 2
     assert caplog.text.count("asks for temperature=0.1, which changes nothing") == 1
-
-
-async def test_text_comes_in_parts_too() -> None:
-    policy = ChatPolicy(by_turn(f"one{END}"))
-
-    async def talk(chat: Chat) -> None:
-        await chat({"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]})
-
-    episode = await played(policy, talk)
-    assert policy.spoken(episode.turns()) == f"{ASKED}{{one{END}}}"
-
-
-async def test_half_a_surrogate_pair_is_replaced_as_no_tokenizer_takes_it() -> None:
-    template = ChatTemplateRenderer((policy := ChatPolicy(by_turn())).tokenizer)
-    tokens = template.render([{"role": "user", "content": "a\ud800"}], RenderOptions())
-    assert policy.text(tokens).startswith("<|im_start|>user\na?")
 
 
 async def test_messages_that_are_far_too_long_are_refused_by_their_beginning() -> None:
@@ -421,12 +343,71 @@ async def test_messages_that_are_far_too_long_are_refused_by_their_beginning() -
     assert refused.value.num_tokens == 2 * most + 1024
     long = {"role": "user", "content": "x" * 2_000_000}
     with pytest.raises(ApiError, match=f"length is {most} tokens, .* have more than {2 * most + 1024}") as told:
-        await session.answer(parse_request({"messages": [long]}, {}))
+        await session.respond(parse_request({"messages": [long]}, {}))
     assert (told.value.status, told.value.code, session.ran_out_of_room) == (400, "context_length_exceeded", True)
-    first = await session.answer(parse_request({"messages": [USER]}, {}))
+    first = await session.respond(parse_request({"messages": [USER]}, {}))
     used = policy.ids(f"{ASKED}one{END}")
     with pytest.raises(ApiError, match=f"have more than {2 * most - len(used) + 1024}"):
-        await session.answer(parse_request({"messages": [USER, dict(first.message), long]}, {}))
-    await session.answer(parse_request({"messages": [USER, dict(first.message), OTHER]}, {}))
+        await session.respond(parse_request({"messages": [USER, dict(first.message), long]}, {}))
+    await session.respond(parse_request({"messages": [USER, dict(first.message), OTHER]}, {}))
     assert not session.ran_out_of_room
     assert [turn.begins_anew for turn in session.turns()] == [False, False]
+
+
+# Calls of tools in what the policy says, and what counts as its own words when a client sends them back
+
+REPLIED = assistant_message(
+    ' so\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n', call_prefix="call_1_", reads_calls=True
+)
+
+
+def call_with(arguments: str) -> dict[str, Any]:
+    return {"id": "other", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("echoed", "is_the_same"),
+    [
+        (REPLIED, True),
+        (REPLIED | {"content": "\n so ", "refusal": None, "annotations": []}, True),
+        (REPLIED | {"tool_calls": [call_with('{"a":1}')]}, True),
+        (REPLIED | {"tool_calls": [call_with('{"a": 2}')]}, False),
+        (REPLIED | {"tool_calls": [call_with("no JSON")]}, False),
+        (REPLIED | {"tool_calls": None}, False),
+        (REPLIED | {"content": "so!"}, False),
+        (REPLIED | {"content": None}, False),
+        (REPLIED | {"role": "user"}, False),
+    ],
+)
+def test_white_space_and_ids_may_differ_and_nothing_else(echoed: dict[str, Any], is_the_same: bool) -> None:
+    assert same_message(normalize(REPLIED), normalize(echoed)) is is_the_same
+
+
+def written(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("5", "5", []),
+        (f"{written('a', '{}')} and\n{written('b', '{}')}", "and", ["a", "b"]),
+        (f"calls begin with <tool_call> so {written('a', '{}')}", "calls begin with <tool_call> so", ["a"]),
+        (f'<tool_call>{{"name": }}</tool_call>{written("a", "{}")}', '<tool_call>{"name": }</tool_call>', ["a"]),
+        (
+            written("a", '{"x": "</tool_call><tool_call>{\\"name\\": \\"b\\", \\"arguments\\": {}}</tool_call>"}'),
+            None,
+            ["a"],
+        ),
+        (written("a", "{}").removesuffix("</tool_call>"), '<tool_call>{"name": "a", "arguments": {}}', []),
+        (written("a", '"x"'), written("a", '"x"'), []),
+        ("<tool_call>" + '{"x":' * 100_000, "<tool_call>" + '{"x":' * 100_000, []),
+    ],
+    ids=["none", "two", "thought", "no-json", "in-arguments", "cut-off", "no-object", "deep"],
+)
+def test_calls_are_those_that_can_be_read(text: str, content: str | None, calls: list[str]) -> None:
+    message = assistant_message(text, call_prefix="c", reads_calls=True)
+    assert message["content"] == content
+    assert [call["function"]["name"] for call in message.get("tool_calls", [])] == calls
+    assert len({call["id"] for call in message.get("tool_calls", [])}) == len(calls)
+    assert assistant_message(text, call_prefix="c", reads_calls=False) == {"role": "assistant", "content": text}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rollout.agent.runner import make_loop, run_episode
+from rollout.agent.threads import AllThreadsHang, UserThreads, num_hanging
 from rollout.agent.tools import Toolbox, TurnTemplate
 from rollout.engine.interface import EngineSpec
 from rollout.errors import PluginError
@@ -112,34 +113,28 @@ async def test_the_tokens_are_those_of_the_whole_conversation_and_only_generated
         assert (turn.logprobs[~turn.is_generated] == 0).all()
 
 
+SUM, WRONG = call_of("calculator", expression="3 * 14"), call_of("calculator", expression="2 +")
+
+
 @pytest.mark.parametrize(
-    ("said", "calls", "errors"),
+    ("said", "limits", "status", "calls", "errors"),
     [
-        ([f"42{END}"], 0, 0),
-        ([call_of("calculator", expression="3 * 14"), f"42{END}"], 1, 0),
-        ([call_of("calculator", expression="2 +"), call_of("add"), "<tool_call>\n{</tool_call>", f"?{END}"], 3, 3),
-        ([call_of("calculator", expression="3 * 14"), call_of("calculator", expression="x"), f"42{END}"], 2, 1),
+        ([f"42{END}"], {}, "completed", 0, 0),
+        ([SUM, f"42{END}"], {}, "completed", 1, 0),
+        ([WRONG, call_of("add"), "<tool_call>\n{</tool_call>", f"?{END}"], {}, "completed", 3, 3),
+        ([SUM, WRONG, f"42{END}"], {}, "completed", 2, 1),
+        ([SUM], {"max_tokens": 30}, "truncated", 0, 0),
+        ([SUM] * 3, {"max_turns": 2}, "truncated", 2, 0),
     ],
 )
 async def test_calls_are_counted_and_those_that_the_policy_reads_an_error_of(
-    tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any], said: list[str], calls: int, errors: int
-) -> None:
-    episode = await play_on_engine(tokenizer, agent_args, said)
-    assert episode.tool_use == ToolUse(num_calls=calls, num_errors=errors)
-
-
-async def test_a_trajectory_that_is_cut_off_in_its_first_turn_made_no_call(
-    tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any]
-) -> None:
-    episode = await play_on_engine(tokenizer, agent_args, [call_of("calculator", expression="1 + 1")], max_tokens=30)
-    assert (episode.status, episode.tool_use) == ("truncated", ToolUse(num_calls=0, num_errors=0))
-
-
-async def test_too_many_calls_truncate(tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any]) -> None:
-    said = [call_of("calculator", expression="1 + 1")] * 3
-    episode = await play_on_engine(tokenizer, agent_args | {"max_turns": 2}, said)
-    assert episode.status == "truncated"
-    assert len([turn for turn in episode.turns() if turn.is_generated.any()]) == 2
+    tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any], said: list[str], limits: dict[str, int],
+    status: str, calls: int, errors: int,
+) -> None:  # fmt: skip
+    limits = dict(limits)
+    max_tokens = limits.pop("max_tokens", 800)
+    episode = await play_on_engine(tokenizer, agent_args | limits, said, max_tokens=max_tokens)
+    assert (episode.status, episode.tool_use) == (status, ToolUse(num_calls=calls, num_errors=errors))
 
 
 def test_the_end_of_a_turn_is_neither_left_out_nor_repeated(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -213,11 +208,10 @@ def leave() -> str:
 async def test_the_policy_reads_the_result_or_what_was_wrong(text: str, expected: str | None) -> None:
     functions = {function.__name__: function for function in (slow, slow_async, add, echo, hidden, long, fail, leave)}
     timeout_s = 0.3 if "slow" in text else 60.0
-    answer = await Toolbox(functions, timeout_s=timeout_s, max_result_chars=50).answer(text)
-    assert (answer is None) == (expected is None)
-    if answer is not None and expected is not None:
-        assert answer.text == expected or answer.text.startswith(expected)
-        assert answer.is_error == expected.startswith("error: ")
+    reply = await Toolbox(functions, timeout_s=timeout_s, max_result_chars=50).reply(text)
+    assert (reply is None) == (expected is None)
+    if reply is not None and expected is not None:
+        assert reply[0].startswith(expected) and reply[1] == expected.startswith("error: ")
 
 
 async def test_what_a_tool_returns_can_be_written_as_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -227,9 +221,9 @@ async def test_what_a_tool_returns_can_be_written_as_tokens(tokenizer: PreTraine
         return text
 
     box = Toolbox({"echo": echo}, timeout_s=60.0, max_result_chars=50)
-    said = await box.answer('<tool_call>{"name": "echo", "arguments": {"text": "a\\ud800b"}}</tool_call>')
-    assert said is not None and said.text == "a?b"
-    assert TurnTemplate(tokenizer).tokens([tokenizer.eos_token_id], said.text)
+    said = await box.reply('<tool_call>{"name": "echo", "arguments": {"text": "a\\ud800b"}}</tool_call>')
+    assert said == ("a?b", False)
+    assert TurnTemplate(tokenizer).tokens([tokenizer.eos_token_id], said[0])
 
 
 async def test_tools_that_block_do_not_wait_for_one_another() -> None:
@@ -243,19 +237,7 @@ async def test_tools_that_block_do_not_wait_for_one_another() -> None:
         return "met" if everybody.wait(60.0) else "alone"
 
     box = Toolbox({"meet": meet}, timeout_s=60.0, max_result_chars=50)
-    answers = await asyncio.gather(*(box.answer(call_of("meet")) for _ in range(200)))
-    assert {answer and answer.text for answer in answers} == {"met"}
-
-
-async def test_a_tool_that_blocks_holds_up_nobody_else() -> None:
-    box = Toolbox({"slow": slow}, timeout_s=30.0, max_result_chars=50)
-    answering, num_turns = asyncio.create_task(box.answer(call_of("slow", seconds=0.5))), 0
-    while not answering.done():
-        await asyncio.sleep(0.01)
-        num_turns += 1
-    answer = await answering
-    assert answer is not None and answer.text == "slept"
-    assert num_turns > 5
+    assert set(await asyncio.gather(*(box.reply(call_of("meet")) for _ in range(200)))) == {("met", False)}
 
 
 @pytest.mark.parametrize(
@@ -325,3 +307,38 @@ def test_a_tool_that_cannot_be_described_is_refused_only_where_it_would_be_shown
     told: Any = make_loop("rollout.agent.tools.tool_agent", args | {"tools_in_prompt": False})
     assert told.tools == []
     assert list(told.tool_names) == [], "that is left to the user"
+
+
+async def test_threads_that_outlive_their_callers_are_counted_and_logged_until_they_return(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    threads, release = UserThreads("tool", max_threads=3), threading.Event()
+    for number in (1, 2, 3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await threads.run(release.wait)
+        assert threads.num_hanging == num_hanging() == number
+    assert [record.getMessage()[:12] for record in caplog.records] == ["1 of 3 threa", "2 of 3 threa"]
+    began = time.monotonic()
+    with pytest.raises(AllThreadsHang, match="all 3 threads for tools still run calls"):
+        await threads.run(release.wait)
+    assert time.monotonic() - began < 1.0, "it does not wait out its time"
+    release.set()
+    async with asyncio.timeout(5):
+        while threads.num_hanging:
+            await asyncio.sleep(0.01)
+    assert await threads.run(int, "7") == 7
+    threads.close()
+
+
+async def test_a_call_that_never_got_a_thread_hangs_none() -> None:
+    threads, release = UserThreads("agent", max_threads=1), threading.Event()
+    running = asyncio.create_task(threads.run(release.wait, 5.0))
+    await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await threads.run(release.wait)
+    assert threads.num_hanging == 0
+    release.set()
+    assert await running
+    threads.close()

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 from rollout.agent.ledger import TokenLedger
 from rollout.agent.loop import Episode, MultiTurnLoop, Reply, SingleTurnLoop
-from rollout.agent.runner import check_trajectory
+from rollout.agent.runner import check_trajectory, make_loop
 from rollout.agent.trajectory_builder import TrajectoryBuilder
-from rollout.errors import AgentError
+from rollout.errors import AgentError, PluginError
 from rollout.types import Prompt, TokenChunk, ToolUse, Trajectory, join_chunks
 from tests.fakes.trajectories import make_chunk, make_turn
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rollout.types import FinishReason, Turn
 
 PROMPT = Prompt(prompt_id="p", token_ids=np.array([1, 2], np.int32), text="", answer="")
@@ -111,7 +113,7 @@ def test_context_that_is_left_behind_before_anything_was_said_is_no_turn() -> No
     builder.start_sequence(np.array([9]))
     builder.add_generated(make_chunk([3]))
     assert plain(builder.finish("completed")) == [[[9], [3], 0.0, True]]
-    with pytest.raises(ValueError, match="needs at least one token of context"):
+    with pytest.raises(ValueError, match="needs at least one token"):
         builder.start_sequence(np.array([], np.int32))
     with pytest.raises(ValueError, match="token ids in one row"):
         builder.start_sequence(np.array([[1]]))
@@ -360,7 +362,65 @@ def test_sequences_are_counted_and_bounded_one_by_one() -> None:
     turns = (make_turn([1, 2], [3, 4, 5]), make_turn([7, 8, 9, 9], [9], begins_anew=True), make_turn([6], [6]))
     made = of_turns(*turns[:2])
     assert check_trajectory(made, PROMPT, 3, max_sequences=2) is made
-    with pytest.raises(AgentError, match=r"consists of 2 token sequences, task\.agent_max_sequences=1 allows no more"):
+    with pytest.raises(AgentError, match=r"2 token sequences, task\.agent_max_sequences=1 allows .*removes thoughts"):
         check_trajectory(made, PROMPT, 3)
     with pytest.raises(AgentError, match="hold 5 tokens after the prompt, at most max_tokens=3"):
         check_trajectory(of_turns(*turns), PROMPT, 3, max_sequences=2)
+
+
+# From a dotted path to a loop
+
+SOURCE = """
+class Loop:
+    def __init__(self, max_turns=2, rollout_stop=None):
+        self.max_turns, self.stop = max_turns, rollout_stop
+    async def run(self, prompt, max_tokens, generate):
+        return None
+
+class NoRun: ...
+
+class SyncRun:
+    def run(self, prompt, max_tokens, generate): ...
+
+class ShortRun:
+    async def run(self, prompt): ...
+
+def raises():
+    raise OSError("no tool server")
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def agents_of_mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agents_of_mine.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("agents_of_mine")
+def test_the_factory_gets_its_arguments_by_name_and_an_empty_path_is_the_single_turn() -> None:
+    for args, expected in (({}, (2, ())), ({"max_turns": 7}, (7, ())), ({"rollout_stop": "x"}, (2, "x"))):
+        loop: Any = make_loop("agents_of_mine.Loop", args)
+        assert (loop.max_turns, loop.stop) == expected
+    told: Any = make_loop("agents_of_mine.Loop", {}, rollout_stop=("</a>",), chat_template_kwargs={"quiet": True})
+    assert told.stop == ("</a>",)
+    assert isinstance(make_loop("", {}), SingleTurnLoop)
+
+
+@pytest.mark.usefixtures("agents_of_mine")
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("Lop", {}, "has no 'Lop'; did you mean 'Loop'"),
+        ("NUMBER", {}, "is a int and cannot be called; give package.module.factory"),
+        ("Loop", {"turns": 3}, r"cannot be called with task.agent_args={'turns': 3}: got an unexpected keyword"),
+        ("raises", {}, "raised OSError: no tool server"),
+        ("NoRun", {}, "returned a NoRun, which has no method run"),
+        ("SyncRun", {}, "returned a SyncRun, which has a run that is no async method"),
+        ("ShortRun", {}, "its run cannot be called as a loop: too many positional arguments"),
+    ],
+)
+def test_what_is_no_loop_is_refused(name: str, args: dict[str, object], message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        make_loop(f"agents_of_mine.{name}", args)

@@ -15,7 +15,7 @@ from rollout.buffer.rollout_buffer import MAX_WORKER_LOSSES, RolloutBuffer
 from rollout.errors import BufferClosed, NoProgress, WorkerLost
 from rollout.types import Group, Prompt, Trajectory
 from tests.fakes.trajectories import make_turn
-from tests.fakes.virtual_time import run_virtual
+from tests.fakes.virtual_time import in_virtual_time, run_virtual
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -36,18 +36,10 @@ def new_buffer(**changes: Any) -> RolloutBuffer:
 
 def group_of(item: RolloutRequest, *, num_tokens: int = 3, start_version: int | None = None) -> Group:
     turn = make_turn([], np.zeros(num_tokens, np.int32), [(item.start_version, num_tokens)])
-    trajectory = Trajectory.of_turns(
-        [turn],
-        prompt_id=item.prompt.prompt_id,
-        sample_index=0,
-        reward=1.0,
-        reward_parts={},
-        status="completed",
-        timings={},
-    )
+    response = Trajectory.of_turns([turn], reward=1.0, status="completed")
     version = item.start_version if start_version is None else start_version
     return Group(
-        group_id=item.group_id, prompt_id=item.prompt.prompt_id, trajectories=[trajectory], start_version=version
+        group_id=item.group_id, prompt_id=item.prompt.prompt_id, trajectories=[response], start_version=version
     )
 
 
@@ -84,280 +76,228 @@ async def blocks(waiting: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return task
 
 
-def test_slots_run_out_after_s_plus_1_steps_of_groups() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=2, max_staleness=1)
-        for index in range(4):
-            await buffer.wait_for_slot()
-            buffer.admit(prompt(str(index)))
-        waiting = await blocks(buffer.wait_for_slot())
-        with pytest.raises(RuntimeError, match="all 4 slots are in use"):
-            buffer.admit(prompt("one too many"))
-        waiting.cancel()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_slots_run_out_after_s_plus_1_steps_of_groups() -> None:
+    buffer = new_buffer(groups_per_step=2, max_staleness=1)
+    for index in range(4):
+        await buffer.wait_for_slot()
+        buffer.admit(prompt(str(index)))
+    waiting = await blocks(buffer.wait_for_slot())
+    with pytest.raises(RuntimeError, match="all 4 slots are in use"):
+        buffer.admit(prompt("one too many"))
+    waiting.cancel()
 
 
-def test_slot_is_not_freed_before_weights_land() -> None:
-    async def main() -> None:
-        buffer = new_buffer(max_staleness=0)
-        await train_one(buffer, 0, "a", "b")
-        waiting = await blocks(buffer.wait_for_slot())
-        assert buffer.stats().num_training == 2
-        buffer.release(0, version=1)
-        await waiting
-        assert buffer.admit(prompt("c")).start_version == 1
-        assert buffer.stats().trained == 2
-
-    run_virtual(main())
+@in_virtual_time
+async def test_slot_is_not_freed_before_weights_land() -> None:
+    buffer = new_buffer(max_staleness=0)
+    await train_one(buffer, 0, "a", "b")
+    waiting = await blocks(buffer.wait_for_slot())
+    assert buffer.stats().num_training == 2
+    buffer.release(0, version=1)
+    await waiting
+    assert buffer.admit(prompt("c")).start_version == 1
+    assert buffer.stats().trained == 2
 
 
 @pytest.mark.parametrize(
     ("max_staleness", "slots"),
     [(0, [2, 2, 2, 2]), (1, [4, 4, 4, 4]), (2, [6, 6, 6, 6]), (4, [6, 8, 10, 10])],
 )
-def test_slots_are_opened_step_by_step_while_the_learner_has_to_wait(max_staleness: int, slots: list[int]) -> None:
-    async def main() -> None:
-        buffer = new_buffer(max_staleness=max_staleness)
-        await train_one(buffer, 0, "a", "b")
-        buffer.release(0, version=1)
-        assert await let_the_learner_wait(buffer, 1, 4) == slots
-        for _ in range(slots[-1]):
-            await asyncio.wait_for(buffer.wait_for_slot(), 1.0)
-            buffer.admit(prompt("c"))
-        with pytest.raises(RuntimeError, match=f"all {slots[-1]} slots are in use"):
-            buffer.admit(prompt("one too many"))
-
-    run_virtual(main())
-
-
-def test_slots_stay_as_they_are_before_the_first_step_and_while_groups_are_not_what_is_missing() -> None:
-    async def main() -> None:
-        buffer = new_buffer(max_staleness=3, version=7)
-        taking = asyncio.create_task(buffer.take(7))
-        await asyncio.sleep(0)
-        buffer.grow_slots()  # nothing can be ready before the first step
-        for item in await admit_and_claim(buffer, "a", "b"):
-            buffer.finish(group_of(item))
-        await taking
-        buffer.release(7, version=8)
-        buffer.grow_slots()  # nobody takes: a batch is being built
-        taking = asyncio.create_task(buffer.take(8))
-        await asyncio.sleep(0)
-        for item in await admit_and_claim(buffer, "c", "d"):
-            buffer.finish(group_of(item))
-        buffer.grow_slots()  # the groups are there, and will be taken in a moment
-        await taking
-        assert buffer.stats().num_slots == 4
-
-    run_virtual(main())
-
-
-def test_no_slots_are_opened_for_groups_that_no_step_is_left_for() -> None:
-    async def main() -> None:
-        buffer = new_buffer(max_staleness=3, end_step=2)
-        await train_one(buffer, 0, "a", "b")
-        buffer.release(0, version=1)
-        await admit_and_claim(buffer, "c", "d")
-        assert await let_the_learner_wait(buffer, 1, 2) == [4, 4]
-
-    run_virtual(main())
-
-
-def test_releasing_a_later_step_releases_the_ones_it_overtook() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=1, max_staleness=2)
-        await train_one(buffer, 0, "a")
-        await train_one(buffer, 1, "b")
-        buffer.release(1, version=2)
-        assert (buffer.stats().num_slots_used, buffer.stats().version) == (0, 2)
-        with pytest.raises(ValueError, match="step 0 was released but not taken, or released twice"):
-            buffer.release(0, version=1)
-
-    run_virtual(main())
-
-
-def test_release_refuses_more_versions_than_steps() -> None:
-    async def main() -> None:
-        buffer = new_buffer()
-        await train_one(buffer, 0, "a", "b")
-        with pytest.raises(ValueError, match="step 0 was released with version 2"):
-            buffer.release(0, version=2)
-
-    run_virtual(main())
-
-
-def test_take_returns_groups_by_id_whatever_order_they_finish_in() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=3)
-        items = await admit_and_claim(buffer, "a", "b", "c")
-        for item in reversed(items):
-            buffer.finish(group_of(item))
-        assert [group.group_id for group in await buffer.take(0)] == [0, 1, 2]
-
-    run_virtual(main())
-
-
-def test_steps_are_taken_in_order() -> None:
-    async def main() -> None:
-        with pytest.raises(ValueError, match="step 5 was taken out of order; the next one is 4"):
-            await new_buffer(version=4).take(5)
-
-    run_virtual(main())
-
-
-def test_take_says_which_old_group_it_waits_for_and_counts_the_time() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=1, clock=asyncio.get_running_loop().time)
-        (old,) = await admit_and_claim(buffer, "old")
-        await train_one(buffer, 0, "a")
-        buffer.release(0, version=1)
-        (young,) = await admit_and_claim(buffer, "young")
-        buffer.finish(group_of(young))
-        taking = await blocks(buffer.take(1))
-        assert (
-            buffer.waiting_for == "step 1 waits for 1 of the unfinished groups that are due, although 1 are ready (0)"
-        )
-        assert buffer.stats().oldest_age == 1
-        buffer.finish(group_of(old))
-        assert [group.group_id for group in await taking] == [0]
-        assert buffer.waiting_for == ""
-        assert buffer.stats().oldest_wait_s == buffer.stats().batch_wait_s == 3600
-
-    run_virtual(main())
-
-
-def test_a_filtered_group_makes_room_and_its_refill_starts_at_the_live_version() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=1, max_staleness=1)
-        (straggler,) = await admit_and_claim(buffer, "straggler")
-        await train_one(buffer, 0, "a")
-        buffer.release(0, version=1)
-        buffer.filter(straggler.group_id, "zero_variance")
-        buffer.admit(prompt("b"))
-        assert buffer.admit(prompt("c")).start_version == 1
-        stats = buffer.stats()
-        assert (stats.filtered, stats.replaced, stats.discarded_tokens) == ({"zero_variance": 1}, 1, 0)
-
-    run_virtual(main())
-
-
-def test_a_failed_group_comes_back_first_and_as_young_as_a_new_one() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=1, max_staleness=2)
-        (item,) = await admit_and_claim(buffer, "a")
-        await train_one(buffer, 0, "b")
-        buffer.release(0, version=1)
+@in_virtual_time
+async def test_slots_are_opened_step_by_step_while_the_learner_waits(max_staleness: int, slots: list[int]) -> None:
+    buffer = new_buffer(max_staleness=max_staleness)
+    await train_one(buffer, 0, "a", "b")
+    buffer.release(0, version=1)
+    assert await let_the_learner_wait(buffer, 1, 4) == slots
+    for _ in range(slots[-1]):
+        await asyncio.wait_for(buffer.wait_for_slot(), 1.0)
         buffer.admit(prompt("c"))
-        assert buffer.fail(item.group_id, RuntimeError("lost")) == "retried"
-        retried = await buffer.claim()
-        assert (retried.group_id, retried.attempt, retried.start_version) == (0, 1, 1)
-        with pytest.raises(ValueError, match="claimed with start_version 1 but finished with 0"):
-            buffer.finish(group_of(item))
-        buffer.finish(group_of(retried))
-
-    run_virtual(main())
+    with pytest.raises(RuntimeError, match=f"all {slots[-1]} slots are in use"):
+        buffer.admit(prompt("one too many"))
 
 
-def test_a_group_that_fails_too_often_is_dropped_and_counted() -> None:
-    async def main() -> None:
-        buffer = new_buffer(max_retries=1)
-        (item,) = await admit_and_claim(buffer, "a")
-        buffer.fail(item.group_id, RuntimeError("first"))
-        assert buffer.fail((await buffer.claim()).group_id, TimeoutError("second")) == "dropped"
-        stats = buffer.stats()
-        assert (stats.failed, stats.retried, stats.dropped, stats.replaced) == (2, 1, {"TimeoutError": 1}, 1)
-        assert stats.num_slots_used == 0
-
-    run_virtual(main())
-
-
-def test_a_run_that_filters_everything_stops_with_the_reasons() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=2, max_filtered_batches_per_step=3)
-        waiting = await blocks(buffer.take(0))
-        for index in range(6):
-            (item,) = await admit_and_claim(buffer, str(index))
-            buffer.filter(item.group_id, "zero_variance" if index else "rewards_failed")
-        (item,) = await admit_and_claim(buffer, "last")
-        with pytest.raises(NoProgress, match=r"7 groups were filtered \(zero_variance: 6, rewards_failed: 1\)"):
-            buffer.filter(item.group_id, "zero_variance")
-        with pytest.raises(BufferClosed) as caught:
-            await waiting
-        assert isinstance(caught.value.__cause__, NoProgress)
-
-    run_virtual(main())
-
-
-def test_a_step_that_is_ready_starts_the_count_of_filtered_groups_anew_taken_or_not() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=2, max_filtered_batches_per_step=2)
-        for _ in range(2):  # the learner is slow: nothing is taken
-            for worth in (False, False, True) * 2:
-                (item,) = await admit_and_claim(buffer, "x")
-                if worth:
-                    buffer.finish(group_of(item))
-                else:
-                    buffer.filter(item.group_id, "zero_variance")
-        assert (buffer.stats().num_ready, buffer.stats().filtered) == (4, {"zero_variance": 8})
-
-    run_virtual(main())
-
-
-def test_fewer_ready_groups_than_a_step_needs_are_no_progress() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=2, max_filtered_batches_per_step=2)
-        (item,) = await admit_and_claim(buffer, "x")
+@in_virtual_time
+async def test_slots_stay_as_they_are_before_the_first_step_and_while_groups_are_not_what_is_missing() -> None:
+    buffer = new_buffer(max_staleness=3, version=7)
+    taking = asyncio.create_task(buffer.take(7))
+    await asyncio.sleep(0)
+    buffer.grow_slots()  # nothing can be ready before the first step
+    for item in await admit_and_claim(buffer, "a", "b"):
         buffer.finish(group_of(item))
-        with pytest.raises(NoProgress, match="5 groups were filtered"):
-            for _ in range(5):
-                (item,) = await admit_and_claim(buffer, "x")
-                buffer.filter(item.group_id, "zero_variance")
-
-    run_virtual(main())
-
-
-def test_every_step_starts_the_count_of_filtered_groups_anew() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=1, max_filtered_batches_per_step=3)
-        for step in range(3):
-            for _ in range(3):
-                (item,) = await admit_and_claim(buffer, "x")
-                buffer.filter(item.group_id, "zero_variance")
-            await train_one(buffer, step, "y")
-            buffer.release(step, version=step + 1)
-        assert buffer.stats().filtered == {"zero_variance": 9}
-
-    run_virtual(main())
+    await taking
+    buffer.release(7, version=8)
+    buffer.grow_slots()  # nobody takes: a batch is being built
+    taking = asyncio.create_task(buffer.take(8))
+    await asyncio.sleep(0)
+    for item in await admit_and_claim(buffer, "c", "d"):
+        buffer.finish(group_of(item))
+    buffer.grow_slots()  # the groups are there, and will be taken in a moment
+    await taking
+    assert buffer.stats().num_slots == 4
 
 
-def test_a_run_in_which_everything_fails_stops_with_the_first_cause() -> None:
-    async def main() -> None:
-        buffer = new_buffer(max_retries=0, max_filtered_batches_per_step=3)
-        first = ConnectionError("no route to engine")
-        for error in (first, RuntimeError("later")):
+@in_virtual_time
+async def test_no_slots_are_opened_for_groups_that_no_step_is_left_for() -> None:
+    buffer = new_buffer(max_staleness=3, end_step=2)
+    await train_one(buffer, 0, "a", "b")
+    buffer.release(0, version=1)
+    await admit_and_claim(buffer, "c", "d")
+    assert await let_the_learner_wait(buffer, 1, 2) == [4, 4]
+
+
+@in_virtual_time
+async def test_releasing_a_later_step_releases_the_ones_it_overtook() -> None:
+    buffer = new_buffer(groups_per_step=1, max_staleness=2)
+    await train_one(buffer, 0, "a")
+    await train_one(buffer, 1, "b")
+    buffer.release(1, version=2)
+    assert (buffer.stats().num_slots_used, buffer.stats().version) == (0, 2)
+    with pytest.raises(ValueError, match="step 0 was released but not taken, or released twice"):
+        buffer.release(0, version=1)
+
+
+@in_virtual_time
+async def test_release_refuses_more_versions_than_steps() -> None:
+    buffer = new_buffer()
+    await train_one(buffer, 0, "a", "b")
+    with pytest.raises(ValueError, match="step 0 was released with version 2"):
+        buffer.release(0, version=2)
+
+
+@in_virtual_time
+async def test_take_returns_groups_by_id_whatever_order_they_finish_in() -> None:
+    buffer = new_buffer(groups_per_step=3)
+    items = await admit_and_claim(buffer, "a", "b", "c")
+    for item in reversed(items):
+        buffer.finish(group_of(item))
+    assert [group.group_id for group in await buffer.take(0)] == [0, 1, 2]
+
+
+@in_virtual_time
+async def test_steps_are_taken_in_order() -> None:
+    with pytest.raises(ValueError, match="step 5 was taken out of order; the next one is 4"):
+        await new_buffer(version=4).take(5)
+
+
+@in_virtual_time
+async def test_take_says_which_old_group_it_waits_for_and_counts_the_time() -> None:
+    buffer = new_buffer(groups_per_step=1, clock=asyncio.get_running_loop().time)
+    (old,) = await admit_and_claim(buffer, "old")
+    await train_one(buffer, 0, "a")
+    buffer.release(0, version=1)
+    (young,) = await admit_and_claim(buffer, "young")
+    buffer.finish(group_of(young))
+    taking = await blocks(buffer.take(1))
+    assert buffer.waiting_for == "step 1 waits for 1 of the unfinished groups that are due, although 1 are ready (0)"
+    assert buffer.stats().oldest_age == 1
+    buffer.finish(group_of(old))
+    assert [group.group_id for group in await taking] == [0]
+    assert buffer.waiting_for == ""
+    assert buffer.stats().oldest_wait_s == buffer.stats().batch_wait_s == 3600
+
+
+@in_virtual_time
+async def test_a_filtered_group_makes_room_and_its_refill_starts_at_the_live_version() -> None:
+    buffer = new_buffer(groups_per_step=1, max_staleness=1)
+    (straggler,) = await admit_and_claim(buffer, "straggler")
+    await train_one(buffer, 0, "a")
+    buffer.release(0, version=1)
+    buffer.filter(straggler.group_id, "zero_variance")
+    buffer.admit(prompt("b"))
+    assert buffer.admit(prompt("c")).start_version == 1
+    stats = buffer.stats()
+    assert (stats.filtered, stats.replaced, stats.discarded_tokens) == ({"zero_variance": 1}, 1, 0)
+
+
+@in_virtual_time
+async def test_a_failed_group_comes_back_first_and_as_young_as_a_new_one() -> None:
+    buffer = new_buffer(groups_per_step=1, max_staleness=2)
+    (item,) = await admit_and_claim(buffer, "a")
+    await train_one(buffer, 0, "b")
+    buffer.release(0, version=1)
+    buffer.admit(prompt("c"))
+    assert buffer.fail(item.group_id, RuntimeError("lost")) == "retried"
+    retried = await buffer.claim()
+    assert (retried.group_id, retried.attempt, retried.start_version) == (0, 1, 1)
+    with pytest.raises(ValueError, match="claimed with start_version 1 but finished with 0"):
+        buffer.finish(group_of(item))
+    buffer.finish(group_of(retried))
+
+
+@in_virtual_time
+async def test_a_group_that_fails_too_often_is_dropped_and_counted() -> None:
+    buffer = new_buffer(max_retries=1)
+    (item,) = await admit_and_claim(buffer, "a")
+    buffer.fail(item.group_id, RuntimeError("first"))
+    assert buffer.fail((await buffer.claim()).group_id, TimeoutError("second")) == "dropped"
+    stats = buffer.stats()
+    assert (stats.failed, stats.retried, stats.dropped, stats.replaced) == (2, 1, {"TimeoutError": 1}, 1)
+    assert stats.num_slots_used == 0
+
+
+@in_virtual_time
+async def test_a_run_that_filters_everything_stops_with_the_reasons() -> None:
+    buffer = new_buffer(groups_per_step=2, max_filtered_batches_per_step=3)
+    waiting = await blocks(buffer.take(0))
+    for index in range(6):
+        (item,) = await admit_and_claim(buffer, str(index))
+        buffer.filter(item.group_id, "zero_variance" if index else "rewards_failed")
+    (item,) = await admit_and_claim(buffer, "last")
+    with pytest.raises(NoProgress, match=r"7 groups were filtered \(zero_variance: 6, rewards_failed: 1\)"):
+        buffer.filter(item.group_id, "zero_variance")
+    with pytest.raises(BufferClosed) as caught:
+        await waiting
+    assert isinstance(caught.value.__cause__, NoProgress)
+
+
+@in_virtual_time
+async def test_a_step_that_is_ready_starts_the_count_of_filtered_groups_anew_taken_or_not() -> None:
+    buffer = new_buffer(groups_per_step=2, max_filtered_batches_per_step=2)
+    for _ in range(2):  # the learner is slow: nothing is taken
+        for worth in (False, False, True) * 2:
             (item,) = await admit_and_claim(buffer, "x")
-            buffer.fail(item.group_id, error)
-        (item,) = await admit_and_claim(buffer, "x")
-        with pytest.raises(NoProgress, match="ConnectionError: no route to engine") as caught:
-            buffer.fail(item.group_id, RuntimeError("latest"))
-        assert caught.value.__cause__ is first
-
-    run_virtual(main())
-
-
-def test_one_success_between_failures_keeps_the_run_going() -> None:
-    async def main() -> None:
-        buffer = new_buffer(max_retries=0, max_filtered_batches_per_step=2, groups_per_step=8)
-        for index in range(10):
-            (item,) = await admit_and_claim(buffer, "x")
-            if index % 2:
+            if worth:
                 buffer.finish(group_of(item))
             else:
-                buffer.fail(item.group_id, RuntimeError("lost"))
-        assert buffer.stats().dropped == {"RuntimeError": 5}
+                buffer.filter(item.group_id, "zero_variance")
+    assert (buffer.stats().num_ready, buffer.stats().filtered) == (4, {"zero_variance": 8})
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_fewer_ready_groups_than_a_step_needs_are_no_progress() -> None:
+    buffer = new_buffer(groups_per_step=2, max_filtered_batches_per_step=2)
+    (item,) = await admit_and_claim(buffer, "x")
+    buffer.finish(group_of(item))
+    with pytest.raises(NoProgress, match="5 groups were filtered"):
+        for _ in range(5):
+            (item,) = await admit_and_claim(buffer, "x")
+            buffer.filter(item.group_id, "zero_variance")
+
+
+@in_virtual_time
+async def test_a_run_in_which_everything_fails_stops_with_the_first_cause() -> None:
+    buffer = new_buffer(max_retries=0, max_filtered_batches_per_step=3)
+    first = ConnectionError("no route to engine")
+    for error in (first, RuntimeError("later")):
+        (item,) = await admit_and_claim(buffer, "x")
+        buffer.fail(item.group_id, error)
+    (item,) = await admit_and_claim(buffer, "x")
+    with pytest.raises(NoProgress, match="ConnectionError: no route to engine") as caught:
+        buffer.fail(item.group_id, RuntimeError("latest"))
+    assert caught.value.__cause__ is first
+
+
+@in_virtual_time
+async def test_one_success_between_failures_keeps_the_run_going() -> None:
+    buffer = new_buffer(max_retries=0, max_filtered_batches_per_step=2, groups_per_step=8)
+    for index in range(10):
+        (item,) = await admit_and_claim(buffer, "x")
+        if index % 2:
+            buffer.finish(group_of(item))
+        else:
+            buffer.fail(item.group_id, RuntimeError("lost"))
+    assert buffer.stats().dropped == {"RuntimeError": 5}
 
 
 WAITS: dict[str, Callable[[RolloutBuffer], Coroutine[Any, Any, Any]]] = {
@@ -368,146 +308,129 @@ WAITS: dict[str, Callable[[RolloutBuffer], Coroutine[Any, Any, Any]]] = {
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_close_wakes_every_waiter_with_the_cause(wait: str) -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=1, max_staleness=0)
-        await admit_and_claim(buffer, "a")
-        waiting = [await blocks(WAITS[wait](buffer)) for _ in range(3 if wait != "take" else 1)]
-        cause = OSError("disk full")
-        buffer.close(cause)
-        buffer.close()
-        for task in waiting:
-            with pytest.raises(BufferClosed, match="OSError: disk full") as caught:
-                await task
-            assert caught.value.__cause__ is cause
-        with pytest.raises(BufferClosed):
-            await WAITS[wait](buffer)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_close_wakes_every_waiter_with_the_cause(wait: str) -> None:
+    buffer = new_buffer(groups_per_step=1, max_staleness=0)
+    await admit_and_claim(buffer, "a")
+    waiting = [await blocks(WAITS[wait](buffer)) for _ in range(3 if wait != "take" else 1)]
+    cause = OSError("disk full")
+    buffer.close(cause)
+    buffer.close()
+    for task in waiting:
+        with pytest.raises(BufferClosed, match="OSError: disk full") as caught:
+            await task
+        assert caught.value.__cause__ is cause
+    with pytest.raises(BufferClosed):
+        await WAITS[wait](buffer)
 
 
-def test_a_cancelled_claimer_does_not_take_a_prompt_with_it() -> None:
-    async def main() -> None:
-        buffer = new_buffer()
-        first, second = await blocks(buffer.claim()), await blocks(buffer.claim())
-        buffer.admit(prompt("a"))
-        first.cancel()
-        assert (await second).prompt.prompt_id == "a"
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_cancelled_claimer_does_not_take_a_prompt_with_it() -> None:
+    buffer = new_buffer()
+    first, second = await blocks(buffer.claim()), await blocks(buffer.claim())
+    buffer.admit(prompt("a"))
+    first.cancel()
+    assert (await second).prompt.prompt_id == "a"
 
 
-def test_many_claimers_share_prompts_without_loss_or_repetition() -> None:
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=50)
-        claims = [asyncio.create_task(buffer.claim()) for _ in range(100)]
-        await asyncio.sleep(0)
-        for index in range(100):
-            buffer.admit(prompt(str(index)))
-        assert sorted(item.group_id for item in await asyncio.gather(*claims)) == list(range(100))
-
-    run_virtual(main())
+@in_virtual_time
+async def test_many_claimers_share_prompts_without_loss_or_repetition() -> None:
+    buffer = new_buffer(groups_per_step=50)
+    claims = [asyncio.create_task(buffer.claim()) for _ in range(100)]
+    await asyncio.sleep(0)
+    for index in range(100):
+        buffer.admit(prompt(str(index)))
+    assert sorted(item.group_id for item in await asyncio.gather(*claims)) == list(range(100))
 
 
 @pytest.mark.parametrize("verb", ["finish", "filter", "fail"])
-def test_a_group_ends_once_and_only_after_it_was_claimed(verb: str) -> None:
-    async def main() -> None:
-        buffer = new_buffer(max_retries=0)
+@in_virtual_time
+async def test_a_group_ends_once_and_only_after_it_was_claimed(verb: str) -> None:
+    buffer = new_buffer(max_retries=0)
 
-        def end(item: RolloutRequest) -> None:
-            match verb:
-                case "finish":
-                    buffer.finish(group_of(item))
-                case "filter":
-                    buffer.filter(item.group_id, "x")
-                case _:
-                    buffer.fail(item.group_id, RuntimeError("x"))
+    def end(item: RolloutRequest) -> None:
+        match verb:
+            case "finish":
+                buffer.finish(group_of(item))
+            case "filter":
+                buffer.filter(item.group_id, "x")
+            case _:
+                buffer.fail(item.group_id, RuntimeError("x"))
 
-        item = buffer.admit(prompt("a"))
-        with pytest.raises(ValueError, match=f"cannot {verb} group 0: it is not running"):
-            end(item)
-        end(await buffer.claim())
-        with pytest.raises(ValueError, match=f"cannot {verb} group 0: it is not running"):
-            end(item)
-
-    run_virtual(main())
+    item = buffer.admit(prompt("a"))
+    with pytest.raises(ValueError, match=f"cannot {verb} group 0: it is not running"):
+        end(item)
+    end(await buffer.claim())
+    with pytest.raises(ValueError, match=f"cannot {verb} group 0: it is not running"):
+        end(item)
 
 
-def test_a_checkpoint_owes_every_prompt_that_its_steps_did_not_train() -> None:
+@in_virtual_time
+async def test_a_checkpoint_owes_every_prompt_that_its_steps_did_not_train() -> None:
     """Step 0 is trained, step 1 is taken but not trained; one group each is ready, running, queued and filtered."""
+    buffer = new_buffer(groups_per_step=1, max_staleness=6)
+    await train_one(buffer, 0, "trained")
+    buffer.release(0, version=1)
+    assert await let_the_learner_wait(buffer, 1, 4) == [3, 4, 5, 6]
+    await train_one(buffer, 1, "taken")
+    ready, _running, filtered = await admit_and_claim(buffer, "ready", "running", "filtered")
+    buffer.finish(group_of(ready))
+    buffer.filter(filtered.group_id, "zero_variance")
+    buffer.admit(prompt("queued"))
+    state = json.loads(json.dumps(buffer.state_dict(1)))
+    assert state["num_finished"] == 2, "taken and ready: their answers are lost"
+    state["prompts"][2] = {"group_id": 3, "prompt": {"prompt_id": "running"}}  # as checkpoints were once
 
-    async def main() -> None:
-        buffer = new_buffer(groups_per_step=1, max_staleness=6)
-        await train_one(buffer, 0, "trained")
-        buffer.release(0, version=1)
-        assert await let_the_learner_wait(buffer, 1, 4) == [3, 4, 5, 6]
-        await train_one(buffer, 1, "taken")
-        ready, _running, filtered = await admit_and_claim(buffer, "ready", "running", "filtered")
-        buffer.finish(group_of(ready))
-        buffer.filter(filtered.group_id, "zero_variance")
-        buffer.admit(prompt("queued"))
-        state = json.loads(json.dumps(buffer.state_dict(1)))
-        assert state["num_finished"] == 2, "taken and ready: their answers are lost"
-        state["prompts"][2] = {"group_id": 3, "prompt": {"prompt_id": "running"}}  # as checkpoints were once
-
-        resumed = new_buffer(groups_per_step=1, max_staleness=1, version=1)
-        resumed.load_state_dict(state, prompt)
-        with pytest.raises(RuntimeError, match="4 prompts of the resumed run come first"):
-            resumed.admit(prompt("new"))
-        back: list[tuple[int, str, int]] = []
-        for _ in range(2):
-            item = resumed.readmit()
-            assert item is not None
-            back.append((item.group_id, item.prompt.prompt_id, item.start_version))
-        assert back == [(1, "taken", 1), (2, "ready", 1)]
-        with pytest.raises(RuntimeError, match="all 2 slots are in use"):
-            resumed.readmit()
-        owed = [entry["prompt_id"] for entry in resumed.state_dict(1)["prompts"]]
-        assert owed == ["taken", "ready", "running", "queued"]
-        stats = resumed.stats()
-        assert (stats.trained, stats.filtered, stats.discarded_tokens) == (1, {"zero_variance": 1}, 0)
-
-    run_virtual(main())
-
-
-def test_a_checkpoint_can_be_written_whatever_the_data_set_has_in_its_columns() -> None:
-    async def main() -> None:
-        buffer = new_buffer()
-        odd = replace(prompt("a"), metadata={"when": date(2026, 1, 31), "image": b"bytes", 3: {1, 2}})
-        buffer.admit(odd)
-        resumed = new_buffer()
-        resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict(0))), {"a": odd}.__getitem__)
+    resumed = new_buffer(groups_per_step=1, max_staleness=1, version=1)
+    resumed.load_state_dict(state, prompt)
+    with pytest.raises(RuntimeError, match="4 prompts of the resumed run come first"):
+        resumed.admit(prompt("new"))
+    back: list[tuple[int, str, int]] = []
+    for _ in range(2):
         item = resumed.readmit()
         assert item is not None
-        assert item.prompt is odd
-
-    run_virtual(main())
-
-
-def test_group_ids_go_on_after_a_resume() -> None:
-    async def main() -> None:
-        buffer = new_buffer()
-        await train_one(buffer, 0, "a", "b")
-        resumed = new_buffer(version=1)
-        resumed.load_state_dict(buffer.state_dict(1), prompt)
-        assert resumed.readmit() is None
-        assert resumed.admit(prompt("c")).group_id == 2
-
-    run_virtual(main())
+        back.append((item.group_id, item.prompt.prompt_id, item.start_version))
+    assert back == [(1, "taken", 1), (2, "ready", 1)]
+    with pytest.raises(RuntimeError, match="all 2 slots are in use"):
+        resumed.readmit()
+    owed = [entry["prompt_id"] for entry in resumed.state_dict(1)["prompts"]]
+    assert owed == ["taken", "ready", "running", "queued"]
+    stats = resumed.stats()
+    assert (stats.trained, stats.filtered, stats.discarded_tokens) == (1, {"zero_variance": 1}, 0)
 
 
-def test_a_checkpoint_of_another_step_is_refused() -> None:
-    async def main() -> None:
-        buffer = new_buffer()
-        with pytest.raises(ValueError, match="no checkpoint of step 1 can be made"):
-            buffer.state_dict(1)
-        await train_one(buffer, 0, "a", "b")
-        with pytest.raises(ValueError, match="the checkpoint is of step 1, but this buffer starts at 0"):
-            new_buffer().load_state_dict(buffer.state_dict(1), prompt)
-        with pytest.raises(ValueError, match="not used yet"):
-            buffer.load_state_dict(buffer.state_dict(1), prompt)
+@in_virtual_time
+async def test_a_checkpoint_can_be_written_whatever_the_data_set_has_in_its_columns() -> None:
+    buffer = new_buffer()
+    odd = replace(prompt("a"), metadata={"when": date(2026, 1, 31), "image": b"bytes", 3: {1, 2}})
+    buffer.admit(odd)
+    resumed = new_buffer()
+    resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict(0))), {"a": odd}.__getitem__)
+    item = resumed.readmit()
+    assert item is not None
+    assert item.prompt is odd
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_group_ids_go_on_after_a_resume() -> None:
+    buffer = new_buffer()
+    await train_one(buffer, 0, "a", "b")
+    resumed = new_buffer(version=1)
+    resumed.load_state_dict(buffer.state_dict(1), prompt)
+    assert resumed.readmit() is None
+    assert resumed.admit(prompt("c")).group_id == 2
+
+
+@in_virtual_time
+async def test_a_checkpoint_of_another_step_is_refused() -> None:
+    buffer = new_buffer()
+    with pytest.raises(ValueError, match="no checkpoint of step 1 can be made"):
+        buffer.state_dict(1)
+    await train_one(buffer, 0, "a", "b")
+    with pytest.raises(ValueError, match="the checkpoint is of step 1, but this buffer starts at 0"):
+        new_buffer().load_state_dict(buffer.state_dict(1), prompt)
+    with pytest.raises(ValueError, match="not used yet"):
+        buffer.load_state_dict(buffer.state_dict(1), prompt)
 
 
 @pytest.mark.parametrize(
@@ -591,25 +514,23 @@ def test_every_group_that_is_generated_to_its_end_is_trained(
             assert stats.replaced > 0
 
 
-def test_what_leaves_near_the_end_is_replaced_and_nothing_more() -> None:
-    async def main() -> None:
-        buffer = new_buffer(end_step=1, max_retries=0)
-        first, second = await admit_and_claim(buffer, "a", "b")
-        waiting = await blocks(buffer.wait_for_slot())  # two of four slots are free, and nobody needs them
-        buffer.filter(first.group_id, "zero_variance")
-        await asyncio.wait_for(waiting, 1.0)
-        (third,) = await admit_and_claim(buffer, "c")
-        waiting = await blocks(buffer.wait_for_slot())
-        buffer.fail(second.group_id, OSError("no answer"))
-        await asyncio.wait_for(waiting, 1.0)
-        (fourth,) = await admit_and_claim(buffer, "d")
-        for item in (third, fourth):
-            buffer.finish(group_of(item))
-        assert len(await buffer.take(0)) == 2
-        waiting = await blocks(buffer.wait_for_slot())
-        waiting.cancel()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_what_leaves_near_the_end_is_replaced_and_nothing_more() -> None:
+    buffer = new_buffer(end_step=1, max_retries=0)
+    first, second = await admit_and_claim(buffer, "a", "b")
+    waiting = await blocks(buffer.wait_for_slot())  # two of four slots are free, and nobody needs them
+    buffer.filter(first.group_id, "zero_variance")
+    await asyncio.wait_for(waiting, 1.0)
+    (third,) = await admit_and_claim(buffer, "c")
+    waiting = await blocks(buffer.wait_for_slot())
+    buffer.fail(second.group_id, OSError("no answer"))
+    await asyncio.wait_for(waiting, 1.0)
+    (fourth,) = await admit_and_claim(buffer, "d")
+    for item in (third, fourth):
+        buffer.finish(group_of(item))
+    assert len(await buffer.take(0)) == 2
+    waiting = await blocks(buffer.wait_for_slot())
+    waiting.cancel()
 
 
 def test_a_run_that_goes_on_with_more_steps_trains_every_prompt_once() -> None:
@@ -635,35 +556,31 @@ def test_a_resumed_run_that_owes_more_than_it_needs_keeps_the_rest_for_later() -
     assert len(fates.trained) == 2 * B
 
 
-def test_a_lost_worker_costs_a_group_none_of_its_retries() -> None:
-    async def main() -> None:
-        buffer = new_buffer(max_retries=1, max_filtered_batches_per_step=1)
-        (item,) = await admit_and_claim(buffer, "a")
-        assert buffer.fail(item.group_id, WorkerLost("rollout worker 0 died")) == "retried"
+@in_virtual_time
+async def test_a_lost_worker_costs_a_group_none_of_its_retries() -> None:
+    buffer = new_buffer(max_retries=1, max_filtered_batches_per_step=1)
+    (item,) = await admit_and_claim(buffer, "a")
+    assert buffer.fail(item.group_id, WorkerLost("rollout worker 0 died")) == "retried"
+    item = await buffer.claim()
+    assert item.attempt == 0
+    assert buffer.fail(item.group_id, OSError("its own fault")) == "retried"
+    item = await buffer.claim()
+    assert item.attempt == 1
+    assert buffer.fail(item.group_id, WorkerLost("rollout worker 1 died")) == "retried"
+    item = await buffer.claim()
+    assert item.attempt == 1
+    buffer.finish(group_of(item))
+    stats = buffer.stats()
+    assert (stats.failed, stats.retried, stats.dropped) == (3, 3, {})
+
+
+@in_virtual_time
+async def test_a_group_that_loses_one_worker_after_the_other_is_blamed_in_the_end() -> None:
+    buffer = new_buffer(max_retries=1)
+    (item,) = await admit_and_claim(buffer, "poison")
+    lost = WorkerLost("a rollout worker died")
+    for _ in range(MAX_WORKER_LOSSES + 1):  # the last of them costs its one retry
+        assert buffer.fail(item.group_id, lost) == "retried"
         item = await buffer.claim()
-        assert item.attempt == 0
-        assert buffer.fail(item.group_id, OSError("its own fault")) == "retried"
-        item = await buffer.claim()
-        assert item.attempt == 1
-        assert buffer.fail(item.group_id, WorkerLost("rollout worker 1 died")) == "retried"
-        item = await buffer.claim()
-        assert item.attempt == 1
-        buffer.finish(group_of(item))
-        stats = buffer.stats()
-        assert (stats.failed, stats.retried, stats.dropped) == (3, 3, {})
-
-    run_virtual(main())
-
-
-def test_a_group_that_loses_one_worker_after_the_other_is_blamed_in_the_end() -> None:
-    async def main() -> None:
-        buffer = new_buffer(max_retries=1)
-        (item,) = await admit_and_claim(buffer, "poison")
-        lost = WorkerLost("a rollout worker died")
-        for _ in range(MAX_WORKER_LOSSES + 1):  # the last of them costs its one retry
-            assert buffer.fail(item.group_id, lost) == "retried"
-            item = await buffer.claim()
-        assert buffer.fail(item.group_id, lost) == "dropped"
-        assert buffer.stats().dropped == {"WorkerLost": 1}
-
-    run_virtual(main())
+    assert buffer.fail(item.group_id, lost) == "dropped"
+    assert buffer.stats().dropped == {"WorkerLost": 1}

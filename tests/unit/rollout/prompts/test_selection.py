@@ -24,21 +24,24 @@ from tests.unit.rollout.prompts.test_source import ids, prompt_set
 BOUNDS = PassRateBounds(lowest=0.1, highest=0.9, retry_epochs=2, pass_threshold=1.0)
 
 
-def group(source: PromptSource, prompt_id: str, rewards: list[float], *, group_id: int, version: int = 0) -> Group:
-    """NaN is an answer without a reward."""
-    answers = [
-        Trajectory.of_turns(
-            [],
-            prompt_id=prompt_id,
-            sample_index=i,
-            reward=reward,
-            reward_parts={},
-            status="failed" if np.isnan(reward) else "completed",
-            timings={},
-        )
-        for i, reward in enumerate(rewards)
+def group(prompt_id: str, rewards: list[float], *, group_id: int, version: int = 0) -> Group:
+    """NaN is a response without a reward."""
+    responses = [
+        Trajectory.of_turns([], reward=reward, status="failed" if np.isnan(reward) else "completed")
+        for reward in rewards
     ]
-    return Group(group_id=group_id, prompt_id=prompt_id, trajectories=answers, start_version=version)
+    return Group(group_id=group_id, prompt_id=prompt_id, trajectories=responses, start_version=version)
+
+
+def observe(source: PromptSource, *groups: tuple[str, list[float]], first: int = 0) -> None:
+    """Groups of version 0 came back, in order of their ids."""
+    for group_id, (prompt_id, rewards) in enumerate(groups, start=first):
+        source.observe(group(prompt_id, rewards, group_id=group_id))
+
+
+def resumed(source: PromptSource, into: PromptSource) -> PromptSource:
+    into.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    return into
 
 
 def filtered(num_prompts: int, *, seed: int = 0, start: dict[str, float] | None = None, **bounds: Any) -> PromptSource:
@@ -60,7 +63,7 @@ class Trainee:
             drawn.append(prompt.prompt_id)
             passed = round(self.rates.get(prompt.prompt_id, 0.5) * 4)
             rewards = [1.0] * passed + [0.0] * (4 - passed)
-            self.source.observe(group(self.source, prompt.prompt_id, rewards, group_id=self.done, version=version))
+            self.source.observe(group(prompt.prompt_id, rewards, group_id=self.done, version=version))
             self.done += 1
         return drawn
 
@@ -96,17 +99,6 @@ def test_what_is_inside_is_drawn_in_every_epoch_and_what_is_outside_is_probed_ag
     assert {(epoch, name) for epoch, name in drawn if epoch < num_epochs} == expected
 
 
-def test_a_prompt_rests_for_as_many_epochs_as_it_should() -> None:
-    source = filtered(8, retry_epochs=2)
-    trainee = Trainee(source, {"train/3": 0.0}, per_version=1)
-    epochs = [trainee.draw(8), trainee.draw(7), trainee.draw(7), trainee.draw(8)]
-    assert source.record([])["skipped/too_hard"] == 2
-    epochs.append(trainee.draw(7))
-    assert ["train/3" in epoch for epoch in epochs] == [True, False, False, True, False]
-    assert all(len(set(epoch)) == len(epoch) for epoch in epochs)
-    assert source.record([])["skipped/too_easy"] == 0
-
-
 def test_a_probe_inside_the_bounds_brings_a_prompt_back() -> None:
     source = filtered(4, retry_epochs=1)
     trainee = Trainee(source, {"train/2": 1.0}, per_version=1)
@@ -131,11 +123,8 @@ def test_a_resumed_stream_has_the_same_future(
     rates = dict.fromkeys(names(hard), 0.0)
     unbroken = Trainee(filtered(num_prompts, seed=seed), rates, per_version=per_version)
     unbroken.draw(num_before)
-    saved = json.loads(json.dumps(unbroken.source.state_dict()))
-    source = filtered(num_prompts, seed=seed)
-    source.load_state_dict(saved)
-    resumed = Trainee(source, rates, per_version=per_version, done=num_before)
-    assert resumed.draw(60) == unbroken.draw(60)
+    source = resumed(unbroken.source, filtered(num_prompts, seed=seed))
+    assert Trainee(source, rates, per_version=per_version, done=num_before).draw(60) == unbroken.draw(60)
     assert source.record([]) == unbroken.source.record([])
     assert source.state_dict() == unbroken.source.state_dict()
 
@@ -149,13 +138,13 @@ def test_within_a_version_it_does_not_matter_which_group_ends_first(order: list[
     later: list[str] = []
     for position in order:
         rewards = [1.0] * round(rates[position] * 4) + [0.0] * (4 - round(rates[position] * 4))
-        source.observe(group(source, drawn[position], rewards, group_id=position, version=0))
+        source.observe(group(drawn[position], rewards, group_id=position, version=0))
         later.append(source.next(0).prompt_id)
     later += [source.next(1).prompt_id for _ in range(9)]
     other = filtered(5, retry_epochs=1)
     for position, rate in enumerate(rates):
         rewards = [1.0] * round(rate * 4) + [0.0] * (4 - round(rate * 4))
-        other.observe(group(other, drawn[position], rewards, group_id=position, version=0))
+        other.observe(group(drawn[position], rewards, group_id=position, version=0))
     assert [other.next(0).prompt_id for _ in range(12)] == [*drawn, *later[:6]]
     assert [other.next(1).prompt_id for _ in range(9)] == later[6:]
 
@@ -165,24 +154,16 @@ def test_offline_pass_rates_count_from_the_first_draw_on() -> None:
     assert names({1, 4}).isdisjoint(ids(source, 4))
     assert names({1, 4}) <= set(ids(source, 6))
     assert source.record([]) == {
-        "epoch": 2, "skipped/too_hard": 1.0, "skipped/too_easy": 1.0, "pass_rate_mean": 0.5, "resting": 0,
+        "epoch": 2, "skipped/too_hard": 1.0, "skipped/too_easy": 1.0, "pass_rate_mean": 0.5, "prompts_excluded": 0,
     }  # fmt: skip
 
 
-def test_answers_without_a_reward_do_not_count() -> None:
-    source = filtered(2, retry_epochs=1)
-    source.observe(group(source, "train/0", [float("nan"), 1.0, 1.0], group_id=0))
-    source.observe(group(source, "train/1", [float("nan")] * 3, group_id=1))
-    assert set(ids(source, 3)) == names({0, 1})
+def test_a_pass_rate_is_that_of_scored_responses_and_the_reward_that_passes_can_be_set() -> None:
+    source = filtered(3, retry_epochs=1, pass_threshold=0.4)
+    observe(source, ("train/0", [float("nan"), 0.4, 1.0]), ("train/1", [float("nan")] * 3), ("train/2", [0.4, 0.3]))
+    assert set(ids(source, 5)) == names({0, 1, 2})
     assert source.record([])["skipped/too_easy"] == 1
-    assert source.record([])["pass_rate_mean"] == 1.0
-
-
-def test_the_reward_that_passes_can_be_set() -> None:
-    source = filtered(3, pass_threshold=0.4)
-    source.observe(group(source, "train/0", [0.4, 0.3, 0.5, 0.0], group_id=0))
-    source.next()
-    assert source.record([])["pass_rate_mean"] == 0.5
+    assert source.record([])["pass_rate_mean"] == 0.75
 
 
 @pytest.mark.parametrize("retry_epochs", [1, 2, 5])
@@ -215,39 +196,30 @@ def test_whether_a_run_ends_does_not_depend_on_which_group_of_a_version_is_back_
 ) -> None:
     source = filtered(2)
     for group_id in order:
-        source.observe(group(source, *groups[group_id], group_id=group_id))
+        source.observe(group(*groups[group_id], group_id=group_id))
         source.next(0)
     with pytest.raises(NoProgress) if ends else nullcontext():
         source.next(1)
 
 
-def test_one_prompt_inside_keeps_the_run_going() -> None:
-    trainee = Trainee(filtered(12), dict.fromkeys(names(range(11)), 1.0))
-    drawn = Counter(trainee.draw(200))
-    assert drawn["train/11"] > 2 * 200 / 12
-    assert all(drawn[name] > 5 for name in names(range(11))), "the others are probed all the same"
-
-
 def test_a_group_inside_between_keeps_the_run_going() -> None:
     source = filtered(2)
-    for group_id, (name, reward) in enumerate([("train/0", 0.0), ("train/1", 0.5), ("train/1", 0.0)]):
-        rewards = [1.0, 0.0] if reward else [0.0, 0.0]
-        source.observe(group(source, name, rewards, group_id=group_id))
+    for group_id, (name, rewards) in enumerate([("train/0", OUTSIDE), ("train/1", INSIDE), ("train/1", OUTSIDE)]):
+        observe(source, (name, rewards), first=group_id)
         source.next()
-    source.observe(group(source, "train/0", [0.0, 0.0], group_id=3))
+    observe(source, ("train/0", OUTSIDE), first=3)
     with pytest.raises(NoProgress):
         source.next()
 
 
 def test_a_resumed_run_knows_what_was_found_outside_before() -> None:
     source = filtered(2)
-    source.observe(group(source, "train/0", [0.0, 0.0], group_id=0))
+    observe(source, ("train/0", OUTSIDE))
     source.next()
-    resumed = filtered(2)
-    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
-    resumed.observe(group(resumed, "train/1", [1.0, 1.0], group_id=1))
+    again = resumed(source, filtered(2))
+    observe(again, ("train/1", [1.0, 1.0]), first=1)
     with pytest.raises(NoProgress, match="0: 1, 1: 1"):
-        resumed.next()
+        again.next()
 
 
 @settings(deadline=None)
@@ -272,30 +244,23 @@ def test_epochs_without_a_prompt_are_skipped_as_if_each_turn_had_been_taken(
         for group_id, count in enumerate(counts):
             for stream in (source, slow):
                 rewards = [1.0] * count + [0.0] * (2 - count)
-                stream.observe(group(stream, prompt_id, rewards, group_id=group_id))
+                stream.observe(group(prompt_id, rewards, group_id=group_id))
             prompt_id = slow.next(group_id + 1).prompt_id
             assert source.next(group_id + 1).prompt_id == prompt_id
             assert source.state_dict() == slow.state_dict()
             assert source.record([]) == slow.record([])
 
 
-def all_rest(*, retry_epochs: int) -> PromptSource:
+def all_outside(*, retry_epochs: int) -> PromptSource:
     """Three of the four were outside before the last group inside, which was one of the fourth."""
     source = filtered(4, retry_epochs=retry_epochs)
-    answers = [
-        ("train/0", OUTSIDE),
-        ("train/1", OUTSIDE),
-        ("train/2", OUTSIDE),
-        ("train/3", INSIDE),
-        ("train/3", OUTSIDE),
-    ]
-    for group_id, (name, rewards) in enumerate(answers):
-        source.observe(group(source, name, rewards, group_id=group_id))
+    outside = [(f"train/{i}", OUTSIDE) for i in range(3)]
+    observe(source, *outside, ("train/3", INSIDE), ("train/3", OUTSIDE))
     return source
 
 
 def test_a_rest_of_a_million_epochs_takes_no_million_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, turns, skips = all_rest(retry_epochs=10**6), Counter[str](), PassRateFilter.skips
+    source, turns, skips = all_outside(retry_epochs=10**6), Counter[str](), PassRateFilter.skips
 
     def counted(self: PassRateFilter, prompt_id: str) -> bool:
         turns[prompt_id] += 1
@@ -308,19 +273,18 @@ def test_a_rest_of_a_million_epochs_takes_no_million_turns(monkeypatch: pytest.M
         "epoch": 10**6, "position": 1, "pass_rates": None,
     }  # fmt: skip
     assert source.record([]) == {
-        "epoch": 10**6, "skipped/too_hard": 4e6, "skipped/too_easy": 0.0, "pass_rate_mean": 0.0, "resting": 0,
+        "epoch": 10**6, "skipped/too_hard": 4e6, "skipped/too_easy": 0.0, "pass_rate_mean": 0.0, "prompts_excluded": 0,
     }  # fmt: skip
     assert {first.prompt_id, *ids(source, 3)} == names(range(4))
 
 
 @pytest.mark.parametrize("num_drawn", range(5))
-def test_a_stream_that_resumes_where_all_rest_has_the_same_future(num_drawn: int) -> None:
-    unbroken = all_rest(retry_epochs=1000)
+def test_a_stream_that_resumes_where_all_are_passed_over_has_the_same_future(num_drawn: int) -> None:
+    unbroken = all_outside(retry_epochs=1000)
     ids(unbroken, num_drawn)
-    resumed = filtered(4, retry_epochs=1000)
-    resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
-    assert ids(resumed, 9) == ids(unbroken, 9)
-    assert resumed.state_dict() == unbroken.state_dict()
+    again = resumed(unbroken, filtered(4, retry_epochs=1000))
+    assert ids(again, 9) == ids(unbroken, 9)
+    assert again.state_dict() == unbroken.state_dict()
 
 
 def test_offline_pass_rates_that_leave_nothing_are_refused_before_the_run() -> None:
@@ -336,65 +300,52 @@ def test_offline_pass_rates_that_leave_nothing_are_refused_before_the_run() -> N
 def test_a_resumed_run_goes_by_its_newer_rates_where_the_column_alone_leaves_nothing() -> None:
     start = {"train/0": 0.0, "train/1": 0.05}
     source = filtered(2, start=start, lowest=0.05)
-    source.observe(group(source, "train/1", INSIDE, group_id=0))
+    observe(source, ("train/1", INSIDE))
     source.next()
-    narrower = filtered(2, start=start)
-    narrower.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    narrower = resumed(source, filtered(2, start=start))
     narrower.require_prompt()
     assert ids(narrower, 1) == ["train/1"]
 
 
 def test_a_column_of_pass_rates_that_comes_with_a_resume_counts_for_prompts_without_a_rate() -> None:
     source = filtered(4)
-    source.observe(group(source, "train/0", INSIDE, group_id=0))
+    observe(source, ("train/0", INSIDE))
     source.next()
-    resumed = filtered(4, start={"train/0": 0.0, "train/1": 1.0, "train/2": 0.5})
-    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
-    assert resumed.state_dict()["pass_rates"]["rates"] == {"train/0": 0.5, "train/1": 1.0, "train/2": 0.5}
-    assert resumed.state_dict()["pass_rates"]["resting"] == {"train/1": 2}
-    assert resumed.state_dict()["pass_rates"]["outside"] == ["train/1"]
-    assert "train/1" not in ids(resumed, 6)
+    again = resumed(source, filtered(4, start={"train/0": 0.0, "train/1": 1.0, "train/2": 0.5}))
+    state = again.state_dict()["pass_rates"]
+    assert state["rates"] == {"train/0": 0.5, "train/1": 1.0, "train/2": 0.5}
+    assert (state["resting"], state["outside"]) == ({"train/1": 2}, ["train/1"])
+    assert "train/1" not in ids(again, 6)
 
 
 def test_a_checkpoint_that_leaves_nothing_is_refused_before_the_run() -> None:
     source = filtered(2)
-    for group_id in range(2):
-        source.observe(group(source, f"train/{group_id}", OUTSIDE, group_id=group_id))
+    observe(source, ("train/0", OUTSIDE), ("train/1", OUTSIDE))
     with pytest.raises(NoProgress):
         source.next()
-    resumed = filtered(2)
-    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
     with pytest.raises(DataError, match="in the checkpoint"):
-        resumed.require_prompt()
-    wider = filtered(2, lowest=0.0)
-    wider.load_state_dict(json.loads(json.dumps(source.state_dict())))
-    wider.require_prompt()
+        resumed(source, filtered(2)).require_prompt()
+    resumed(source, filtered(2, lowest=0.0)).require_prompt()
 
 
-def test_a_checkpoint_that_counted_groups_as_outside_before_their_version_was_over_goes_on() -> None:
+def test_a_checkpoint_that_counted_groups_as_outside_before_their_version_was_over_continues() -> None:
     source = filtered(3)
     source.next(0)
-    source.observe(group(source, "train/1", OUTSIDE, group_id=0))
+    observe(source, ("train/1", OUTSIDE))
     state = json.loads(json.dumps(source.state_dict()))
     state["pass_rates"]["outside"] = ["train/1"]
-    resumed = filtered(3)
-    resumed.load_state_dict(state)
-    resumed.next(1)
+    again = filtered(3)
+    again.load_state_dict(state)
+    again.next(1)
     source.next(1)
-    assert resumed.state_dict() == source.state_dict()
+    assert again.state_dict() == source.state_dict()
 
 
 def test_bounds_may_change_between_runs() -> None:
     source = filtered(4, start={"train/0": 0.0})
-    saved = source.state_dict()
-    wider = filtered(4, lowest=0.0)
-    wider.load_state_dict(saved)
-    assert set(ids(wider, 4)) == names(range(4))
-    without = PromptSource(prompt_set(4), seed=0, shuffle=True)
-    without.load_state_dict(saved)
-    late = filtered(4)
-    late.load_state_dict(without.state_dict())
-    assert set(ids(late, 4)) == names(range(4))
+    assert set(ids(resumed(source, filtered(4, lowest=0.0)), 4)) == names(range(4))
+    without = resumed(source, PromptSource(prompt_set(4), seed=0, shuffle=True))
+    assert set(ids(resumed(without, filtered(4)), 4)) == names(range(4))
 
 
 def curriculum(difficulties: list[float], *, num_epochs: int = 1, seed: int = 0) -> PromptSource:
@@ -427,9 +378,8 @@ def test_a_curriculum_goes_from_easy_to_hard_and_ends(levels: list[int], seed: i
 def test_a_resumed_curriculum_continues_exactly(num_before: int, seed: int) -> None:
     unbroken = curriculum([3, 1, 2, 2, 1, 1, 3], num_epochs=2, seed=seed)
     ids(unbroken, num_before)
-    resumed = curriculum([3, 1, 2, 2, 1, 1, 3], num_epochs=2, seed=seed)
-    resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
-    assert ids(resumed, 30) == ids(unbroken, 30)
+    again = resumed(unbroken, curriculum([3, 1, 2, 2, 1, 1, 3], num_epochs=2, seed=seed))
+    assert ids(again, 30) == ids(unbroken, 30)
 
 
 def test_another_curriculum_cannot_continue() -> None:
@@ -451,7 +401,7 @@ def test_a_checkpoint_from_before_there_was_a_curriculum_goes_on() -> None:
 
 def test_the_difficulty_of_a_step_is_told() -> None:
     source = curriculum([1.0, 5.0, 3.0])
-    groups = [group(source, name, [1.0], group_id=i) for i, name in enumerate(("train/1", "train/2"))]
+    groups = [group(name, [1.0], group_id=i) for i, name in enumerate(("train/1", "train/2"))]
     assert source.record(groups)["difficulty_mean"] == 4.0
 
 

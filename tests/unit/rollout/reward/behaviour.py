@@ -25,6 +25,8 @@ def reward(*, prompt: str, response: str, answer: str, metadata: dict[str, Any])
         case ["spin"]:
             while True:
                 pass
+        case ["allocate", num_mib]:
+            return len(bytearray(int(num_mib) << 20)) >> 20
         case ["arguments"]:
             return metadata["level"] + len(prompt) + len(answer)
         case ["modules"]:

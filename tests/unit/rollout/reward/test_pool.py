@@ -107,7 +107,7 @@ async def test_garbage_in_the_pipe_of_the_answers_costs_its_own_call(text: str) 
 
 
 async def test_an_answer_that_belongs_to_no_call_is_ignored() -> None:
-    forged = '{"type":"Scored","number":99,"reward":99.0,"parts":{}}|'
+    forged = '{"type":"Scored","number":99,"result":{"reward":99.0}}|'
     async with a_pool(PLAIN) as rewards:
         assert await outcome(rewards, f"garbage {forged}") == 0.5
 

@@ -1,21 +1,27 @@
-"""The rewards that come with Tandem."""
+"""The rewards that come with Tandem, and how a user's own are found."""
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from rollout.errors import RewardError
+from rollout.errors import DataError, RewardError
 from rollout.reward import registry
 from rollout.reward.builtin import overlong_penalty
 from rollout.reward.call import RewardResult, to_result
 from rollout.reward.math import score
 from rollout.reward.pool import RewardPool
-from tests.unit.rollout.reward.scoring import outcome, outcomes
+from rollout.reward.registry import BUILTIN_REWARDS, load, lookup
+from tests.unit.rollout.reward.scoring import PLAIN, outcome, outcomes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def judged(response: str, answer: str) -> float:
@@ -86,17 +92,19 @@ async def test_math_gives_nothing_for_what_cannot_be_evaluated_and_refuses_such_
         assert "'9^{9^9}' cannot be evaluated: it took longer than 0.5 s of processor time" in failure
 
 
+async def test_a_call_that_takes_too_much_memory_fails_and_keeps_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert registry.BUILTIN_REWARDS["math"].memory_limit_bytes == 2 << 30
+    bounded = replace(registry.lookup(PLAIN), memory_limit_bytes=256 << 20)
+    monkeypatch.setattr(registry, "BUILTIN_REWARDS", {"bounded": bounded})
+    async with RewardPool("bounded", timeout_s=60.0, num_processes=1) as rewards:
+        before = await outcome(rewards, "pid")
+        assert "raised MemoryError" in str(await outcome(rewards, "allocate 512"))
+        assert await outcomes(rewards, ["allocate 64", "pid"]) == [64.0, before]
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "expected"),
-    [
-        (0, 0.0),
-        (15_000, 0.0),
-        (16_384, 0.0),
-        (17_000, -0.150390625),
-        (18_432, -0.5),
-        (20_480, -1.0),
-        (30_000, -1.0),
-    ],
+    [(0, 0.0), (15_000, 0.0), (16_384, 0.0), (17_000, -0.150390625), (18_432, -0.5), (20_480, -1.0), (30_000, -1.0)],
 )
 def test_overlong_penalty_is_the_one_of_dapo(num_tokens: int, expected: float) -> None:
     assert overlong_penalty(num_tokens, max_tokens=20_480, buffer_tokens=4_096, penalty=1.0) == expected
@@ -119,20 +127,99 @@ def test_any_finite_real_number_is_a_reward(value: object) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        "1",
-        None,
-        np.array("1"),
-        [1.0],
-        1j,
-        math.nan,
-        -math.inf,
-        np.array([1.0]),
-        {"reward": "1"},
-        {"reward": 1, "part": math.nan},
-        {},
-    ],
-)
+    ["1", None, np.array("1"), [1.0], 1j, math.nan, -math.inf, np.array([1.0]), {"reward": "1"},
+     {"reward": 1, "part": math.nan}, {}],
+)  # fmt: skip
 def test_anything_else_is_refused(value: object) -> None:
     with pytest.raises(RewardError, match="returned"):
         to_result(value)
+
+
+# From a name to a function
+
+GOOD = "def reward(*, prompt, response, answer, metadata):\n    return 2.0\n"
+
+
+def call(target: str) -> object:
+    return load(target)(prompt="", response="", answer="", metadata={})
+
+
+def test_every_builtin_loads_and_says_whether_it_needs_an_answer() -> None:
+    for name in BUILTIN_REWARDS:
+        entry = lookup(name)
+        assert entry is BUILTIN_REWARDS[name]
+        assert entry.needs_answer == (name != "zero")
+        load(entry.target)
+    assert call(lookup("zero").target) == 0.0
+
+
+def test_a_relative_file_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    entry = lookup("mine.py:reward")
+    monkeypatch.chdir("/")
+    assert entry.target == f"{tmp_path}/mine.py:reward"
+    assert not entry.inline
+    assert not entry.needs_answer
+    assert call(entry.target) == 2.0
+
+
+def test_a_file_may_import_its_neighbours_and_shadows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')\n")
+    (tmp_path / "neighbour_of_mine.py").write_text("VALUE = 7.0\n")
+    (tmp_path / "mine.py").write_text(
+        "import importlib, json, neighbour_of_mine\n"
+        "importlib.reload(json)\n"
+        "def reward(*, prompt, response, answer, metadata):\n    return neighbour_of_mine.VALUE\n"
+    )
+    assert call(lookup(f"{tmp_path}/mine.py:reward").target) == 7.0
+
+
+def test_two_files_of_one_name_stay_apart(tmp_path: Path) -> None:
+    for folder, value in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(GOOD.replace("2.0", str(value)))
+    assert [call(f"{tmp_path}/{folder}/mine.py:reward") for folder in "ab"] == [1.0, 2.0]
+
+
+def test_a_module_is_found_by_its_dotted_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pkg_of_mine").mkdir()
+    (tmp_path / "pkg_of_mine" / "scores.py").write_text(GOOD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert call(lookup("pkg_of_mine.scores:reward").target) == 2.0
+    assert call(lookup("pkg_of_mine.scores.reward").target) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("arithmetik", "did you mean 'arithmetic'.*allowed: arithmetic, math, zero"),
+        ("my_rewards.py", "allowed: arithmetic, math, zero, or your own function"),
+        ("nowhere/mine.py:reward", "there is no file .*nowhere/mine.py"),
+        ("mine.py:", "unknown reward"),
+        (":reward", "unknown reward"),
+    ],
+)
+def test_unknown_names_are_refused_with_what_is_allowed(name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        lookup(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def reward(:\n", "SyntaxError"),
+        ("import sys\nsys.exit(2)\n", "SystemExit: 2"),
+        ("1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("def rewards(*, prompt, response, answer, metadata): ...\n", "has no 'reward'; did you mean 'rewards'"),
+        ("def reward(response): ...\n", "got an unexpected keyword argument 'prompt'.*its signature is"),
+        ("def reward(*, prompt, response, answer, metadata, extra): ...\n", "missing a required .*'extra'"),
+        ("async def reward(response): ...\n", "got an unexpected keyword argument 'prompt'.*its signature is"),
+        ("reward = 3.0\n", "is a float"),
+    ],
+)
+def test_files_that_hold_no_usable_function_are_refused(tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(DataError, match=message):
+        load(f"{tmp_path}/mine.py:reward")

@@ -35,7 +35,7 @@ from tests.fakes.scripted_run import (
     trajectory,
 )
 from tests.fakes.trajectories import make_chunk
-from tests.fakes.virtual_time import run_virtual
+from tests.fakes.virtual_time import in_virtual_time, run_virtual
 from trainer.driver import run as run_module
 from trainer.driver.datasets import EvalSet
 from trainer.driver.evaluation import (
@@ -282,24 +282,22 @@ def test_a_period_whose_version_was_superseded_is_evaluated_at_the_next_live_one
     assert [version for version in (8, 9, 13) if evaluator.is_due(version)] == [13]
 
 
-def test_the_replica_is_frozen_throughout_and_the_result_is_of_its_version() -> None:
+@in_virtual_time
+async def test_the_replica_is_frozen_throughout_and_the_result_is_of_its_version() -> None:
     engines = Engines(VERSION, VERSION, step_s=2.0)
     engines.members["e0"] = "dead"
 
-    async def main() -> None:
-        one, entered = engines.evaluator, asyncio.Event()
-        task = asyncio.create_task(one.run(entered))
-        await entered.wait()
-        assert engines.frozen == {"e1"}, "one that is live"
-        assert one.last_version == VERSION
-        assert not one.is_due(20), "the next live version after this evaluation has its turn"
-        scores, answers = await task
-        assert (scores[""].version, scores[""].num_prompts) == (VERSION, 7)
-        assert [prompt.prompt_id for _, prompt, _ in answers] == [f"train/{i}" for i in range(7)]
-        assert engines.frozen == set()
-        assert (one.idle_s, one.running_s) == (0.0, asyncio.get_running_loop().time())
-
-    run_virtual(main())
+    one, entered = engines.evaluator, asyncio.Event()
+    task = asyncio.create_task(one.run(entered))
+    await entered.wait()
+    assert engines.frozen == {"e1"}, "one that is live"
+    assert one.last_version == VERSION
+    assert not one.is_due(20), "the next live version after this evaluation has its turn"
+    scores, answers = await task
+    assert (scores[""].version, scores[""].num_prompts) == (VERSION, 7)
+    assert [prompt.prompt_id for _, prompt, _ in answers] == [f"train/{i}" for i in range(7)]
+    assert engines.frozen == set()
+    assert (one.idle_s, one.running_s) == (0.0, asyncio.get_running_loop().time())
     params = engines.params
     assert (params.temperature, params.top_p, params.max_tokens, params.stop) == (1.0, 0.9, 16, ("</s>",))
 
@@ -340,16 +338,16 @@ def test_the_loss_of_all_replicas_fails_the_evaluation_with_the_reason() -> None
         Engines(VERSION, VERSION, die_after_chunks=3).run(is_shared=True)
     assert isinstance(caught.value.__cause__, NoReplica)
 
-    async def main() -> None:
-        engines, entered = Engines(VERSION), asyncio.Event()
-        engines.members["e0"] = "dirty"
-        task = asyncio.create_task(engines.evaluator.run(entered))
-        await entered.wait()  # nothing waits for it in vain
-        with pytest.raises(EvaluationFailed, match=r"no live replica is left .*'e0': 'dirty'") as caught:
-            await task
-        assert (caught.value.version, caught.value.answers) == (None, ())
 
-    run_virtual(main())
+@in_virtual_time
+async def test_an_evaluation_that_cannot_begin_leaves_nothing_waiting() -> None:
+    engines, entered = Engines(VERSION), asyncio.Event()
+    engines.members["e0"] = "dirty"
+    task = asyncio.create_task(engines.evaluator.run(entered))
+    await entered.wait()  # nothing waits for it in vain
+    with pytest.raises(EvaluationFailed, match=r"no live replica is left .*'e0': 'dirty'") as caught:
+        await task
+    assert (caught.value.version, caught.value.answers) == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -361,7 +359,8 @@ def test_the_loss_of_all_replicas_fails_the_evaluation_with_the_reason() -> None
         (7190.0, 7200.0, "."),
     ],
 )
-def test_an_evaluation_ends_with_its_deadline_and_its_replica_catches_up(
+@in_virtual_time
+async def test_an_evaluation_ends_with_its_deadline_and_its_replica_catches_up(
     interrupted_at: float | None, ends_at: float, reason: str
 ) -> None:
     engines = Engines(VERSION, hangs=True)
@@ -371,20 +370,17 @@ def test_an_evaluation_ends_with_its_deadline_and_its_replica_catches_up(
             await asyncio.sleep(interrupted_at)
             engines.interrupted.set()
 
-    async def main() -> None:
-        interrupting = asyncio.create_task(interrupt())
-        with pytest.raises(EvaluationFailed, match=reason) as caught:
-            await engines.evaluator.run(asyncio.Event())
-        assert asyncio.get_running_loop().time() == pytest.approx(ends_at)
-        assert caught.value.version == engines.evaluator.last_version == VERSION
-        # A lease does not bring its replica up to date where it ends by a cancellation.
-        assert isinstance(engines.left_by, Exception)
-        await interrupting
-        await asyncio.sleep(8.0)
-        assert engines.evaluator.idle_s == pytest.approx(8.0)
-        assert engines.evaluator.running_s == pytest.approx(ends_at)
-
-    run_virtual(main())
+    interrupting = asyncio.create_task(interrupt())
+    with pytest.raises(EvaluationFailed, match=reason) as caught:
+        await engines.evaluator.run(asyncio.Event())
+    assert asyncio.get_running_loop().time() == pytest.approx(ends_at)
+    assert caught.value.version == engines.evaluator.last_version == VERSION
+    # A lease does not bring its replica up to date where it ends by a cancellation.
+    assert isinstance(engines.left_by, Exception)
+    await interrupting
+    await asyncio.sleep(8.0)
+    assert engines.evaluator.idle_s == pytest.approx(8.0)
+    assert engines.evaluator.running_s == pytest.approx(ends_at)
 
 
 def test_a_response_that_could_not_be_scored_leaves_no_number() -> None:
@@ -613,20 +609,18 @@ def test_an_evaluation_holds_up_the_syncs_or_the_learner(scripted: Make, play: P
         assert train[3] < 20.0 <= min(live.values())
 
 
-def test_beginning_an_evaluation_waits_until_no_commit_can_slip_in(scripted: Make) -> None:
+@in_virtual_time
+async def test_beginning_an_evaluation_waits_until_no_commit_can_slip_in(scripted: Make) -> None:
     """Something else keeps the replica for three seconds."""
     run = scripted()
 
-    async def main() -> None:
-        training, lock = run.training(), run.world.frozen
-        async with training.tasks:
-            await lock.acquire()
-            asyncio.get_running_loop().call_later(3.0, lock.release)
-            await training.evaluations.begin()
-            assert asyncio.get_running_loop().time() == pytest.approx(3.0)
-            assert lock.locked()
-
-    run_virtual(main())
+    training, lock = run.training(), run.world.frozen
+    async with training.tasks:
+        await lock.acquire()
+        asyncio.get_running_loop().call_later(3.0, lock.release)
+        await training.evaluations.begin()
+        assert asyncio.get_running_loop().time() == pytest.approx(3.0)
+        assert lock.locked()
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])

@@ -23,12 +23,7 @@ from tests.fakes.virtual_time import in_virtual_time
 from tests.unit.rollout import test_worker
 from trainer.driver import fleet as fleet_module
 from trainer.driver.engine_monitor import POLL_S, EngineIdleMeter, load_metrics
-from trainer.driver.fleet import (
-    WAIT_SLICE_S,
-    AllEnginesLost,
-    AllWorkersLost,
-    Fleet,
-)
+from trainer.driver.fleet import WAIT_SLICE_S, AllEnginesLost, AllWorkersLost, Fleet
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence

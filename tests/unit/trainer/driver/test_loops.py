@@ -135,25 +135,6 @@ def test_without_staleness_the_timing_changes_nothing(scripted: Make, play: Play
     assert trained[0] == trained[1]
 
 
-def test_a_group_that_is_too_old_stops_the_run_with_its_name(scripted: Make, play: Play) -> None:
-    """The buffer is broken on purpose: from step 3 on it hands out the groups of step 0 again."""
-    run = scripted(mode={"max_staleness": 1})
-
-    def break_buffer(parts: TrainingRun) -> None:
-        take, first = parts.buffer.take, []
-
-        async def broken(step: int) -> list[Group]:
-            groups = await take(step)
-            first.extend(groups if step == 0 else ())
-            return list(first) if step == 3 else groups
-
-        parts.buffer.take = broken  # type: ignore[method-assign]
-
-    with pytest.raises(StalenessViolation, match=r"a step of version 3 with max_staleness=1 .* version 0 \(group \d\)"):
-        play(run, meddle=break_buffer)
-    assert run.world.numbers("train") == [0, 1, 2]
-
-
 def test_a_token_or_a_baseline_that_is_too_old_is_caught_even_in_a_young_group() -> None:
     young = trajectory(PROMPT, 0, [(4, 4)], reward=0.0)
     old = trajectory(PROMPT, 0, [(2, 1), (4, 3)], reward=0.0)
@@ -258,41 +239,6 @@ def test_a_stalled_run_ends_with_the_reason(scripted: Make, play: Play) -> None:
     assert "engines lost: {'engine_1': 'lost (no answer)'}" in str(caught.value)
 
 
-def test_a_failing_group_is_retried_then_dropped_and_never_ends_the_run(scripted: Make, play: Play) -> None:
-    def fails(item: RolloutRequest) -> Exception | None:
-        if item.group_id == 4 or (item.group_id == 6 and item.attempt == 0):
-            return ValueError(f"group {item.group_id}")
-        return None
-
-    run = scripted(Script(fails=fails))
-    play(run)
-    stats = run.buffer.stats()
-    assert (stats.failed, stats.retried, dict(stats.dropped)) == (3, 2, {"ValueError": 1})
-    last = lines(run)[-1]
-    assert (last["buffer/failed"], last["buffer/retried"], last["buffer/dropped/ValueError"]) == (3, 2, 1)
-    assert run.state.step == 6
-    ready = {group["group_id"] for group in recorded(run) if group["status"] == "ready"}
-    assert 4 not in ready and 6 in ready
-    failures = [line for line in recorded(run) if line["status"] != "ready"]
-    assert sorted((line["group_id"], line["attempts"], line["status"], line["reason"]) for line in failures) == [
-        (4, 1, "retried", "ValueError: group 4"),
-        (4, 2, "dropped", "ValueError: group 4"),
-        (6, 1, "retried", "ValueError: group 6"),
-    ]
-
-
-def test_filtered_groups_are_recorded_and_replaced(scripted: Make, play: Play) -> None:
-    even = Script(reward_of=lambda group_id, sample: float(sample) if group_id % 2 else 1.0)
-    run = scripted(even, algorithm={"dynamic_sampling": True, "max_filtered_batches_per_step": 4})
-    seen = watch_batches(run)
-    play(run)
-    assert all(group.group_id % 2 for groups in seen for group in groups)
-    assert run.buffer.stats().filtered["zero_variance"] > 0
-    for group in recorded(run):
-        expected = ("ready", "") if group["group_id"] % 2 else ("filtered", "zero_variance")
-        assert (group["status"], group["reason"]) == expected
-
-
 def test_a_disk_that_hangs_delays_no_step_and_what_it_cannot_take_is_counted(
     scripted: Make, play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -322,17 +268,6 @@ FILTERS: dict[str, Any] = {"algorithm": {"dynamic_sampling": True}}
 def judge_is_down(group_id: int, sample: int) -> float:
     """Of every group the second answer has no reward."""
     return 1.0 if sample == 0 else math.nan
-
-
-def test_failed_responses_are_counted_warned_about_and_never_hidden_in_a_mean(
-    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = scripted(Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 4 else sample % 2))
-    failed = play(run).state.failed_responses
-    assert failed.num_failed == 1 and failed.num_responses >= 36 and "judge is down" in failed.first_error
-    shares = [line["response/failed_frac"] for line in lines(run)]
-    assert sum(share > 0 for share in shares) == 1, "of a group that is not trained, and said all the same"
-    assert len([one for one in caplog.records if "failed and got no reward" in one.message]) == 1
 
 
 def test_a_slot_is_not_freed_before_weights_are_live(scripted: Make, play: Play) -> None:
@@ -368,42 +303,29 @@ def test_why_a_group_is_replaced(rewards: list[float], statuses: str, wants_filt
 
 
 @pytest.mark.parametrize(
-    ("script", "keys", "error", "words"),
+    ("script", "keys", "words"),
     [
-        (Script(fails=lambda item: ValueError(f"cannot do {item.group_id}")), {}, ValueError, ["cannot do"]),
-        (Script(reward_of=lambda *_: 1.0), FILTERS, NoProgress, ["zero_variance: 13"]),
-        (Script(reward_of=judge_is_down), {}, NoProgress, ["rewards_failed: 13", "RuntimeError: judge is down"]),
+        (Script(reward_of=judge_is_down), {}, ["rewards_failed: 13", "RuntimeError: judge is down"]),
         # One failure is not blamed for groups that were filtered for another reason.
         (
             Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 0 else 1.0),
             FILTERS,
-            NoProgress,
             ["too easy", "judge is down"],
         ),
-        (Script(learner_error=lambda step: OSError("rank 1 is gone") if step == 2 else None), {}, OSError, ["rank 1"]),
-        (Script(sync_error=lambda version: OSError("no replica") if version == 2 else None), {}, OSError, ["no rep"]),
     ],
-    ids=["all fail", "all are filtered", "the judge is down", "filtered, and one failed", "learner", "sync"],
+    ids=["the judge is down", "filtered, and one failed"],
 )
-def test_what_ends_a_run_with_its_own_error(
-    scripted: Make,
-    play: Play,
-    caplog: pytest.LogCaptureFixture,
-    script: Script,
-    keys: dict[str, Any],
-    error: type[Exception],
-    words: list[str],
+def test_a_run_without_progress_ends_with_the_reason_that_it_has(
+    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture, script: Script, keys: dict[str, Any], words: list[str]
 ) -> None:
     run = scripted(script, **keys)
     with pytest.raises(BaseException) as caught:
         play(run)
     cause = first_cause(caught.value)
-    assert isinstance(cause, error) and all(word in str(cause) for word in words)
-    assert "too easy" in words or "too easy" not in str(cause) or keys
+    assert isinstance(cause, NoProgress) and all(word in str(cause) for word in words)
     assert run.world.num_generating == 0
-    if error is ValueError:
-        assert [line["status"] for line in recorded(run)].count("dropped") == 4, "the one that ended it, too"
-    if not keys and error is NoProgress:
+    if not keys:
+        assert "too easy" not in str(cause)
         warnings = [one for one in caplog.records if "failed and got no reward" in one.message]
         assert 1 < len(warnings) < 6, "at each doubling"
 
@@ -570,13 +492,6 @@ def test_the_next_step_is_generated_while_one_is_trained(scripted: Make, play: P
         for group in steps[step + 1]:
             assert group.start_version == step, "by the version that the step before has made"
             assert train[step] < begun[group.group_id] < ended[group.group_id] < trained[step]
-
-
-def test_generation_is_never_two_steps_ahead(scripted: Make, play: Play) -> None:
-    run, steps = one_step_off(scripted, play, Script(train_s=10.0, generate_s=(2.0, 4.0)))
-    begun, trained = times(run, "generate"), times(run, "trained")
-    for step in range(NUM_STEPS - 2):
-        assert all(begun[group.group_id] > trained[step] for group in steps[step + 2])
 
 
 @pytest.mark.parametrize("unchanged", [{0, 1, 2}, {3}, {0, 2, 5}, {5}])

@@ -420,11 +420,7 @@ def test_the_same_command_resumes_from_what_came_of_the_checkpoint_that_it_names
     start.wrote(25)
     start(**branch)
     assert start.trained_from == [10, 10, 20]
-    assert start.seen_by_training == {
-        "metrics.jsonl": list(range(1, 21)),
-        "evaluations.jsonl": [0],
-        ".": ["step_20"],
-    }
+    assert start.seen_by_training == {"metrics.jsonl": list(range(1, 21)), "evaluations.jsonl": [0], ".": ["step_20"]}
     assert f"resumed from {path} before" in start.log
     start()
     start(**branch)

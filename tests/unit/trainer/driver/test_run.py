@@ -38,7 +38,7 @@ from tests.fakes.scripted_run import (
     trajectory,
     watch_batches,
 )
-from tests.fakes.virtual_time import run_virtual
+from tests.fakes.virtual_time import in_virtual_time, run_virtual
 from tests.unit.trainer.data.conftest import make_group
 from trainer.driver import fleet as fleet_module
 from trainer.driver import run as run_module
@@ -59,7 +59,6 @@ from trainer.errors import (
 from trainer.learner import checkpoint
 from trainer.telemetry import session
 from trainer.telemetry.session import Telemetry
-from trainer.telemetry.trajectories import TrajectoryRecorder
 from trainer.tools import advise
 
 if TYPE_CHECKING:
@@ -102,22 +101,20 @@ class Work(run_module.Driver):
         ((0.0, 0.4, 0.8), True),
     ],
 )
-def test_the_first_interrupt_ends_in_order_and_the_second_at_once(
+@in_virtual_time
+async def test_the_first_interrupt_ends_in_order_and_the_second_at_once(
     reason: Any, after_s: tuple[float, ...], in_order: bool
 ) -> None:
     state, nothing = new_state(), SimpleNamespace()
     anything: Any = nothing
     work = Work(config(), state, anything, anything)
 
-    async def main() -> None:
-        if reason:
-            state.stop(reason)
-        running = asyncio.create_task(work._work())
-        for seconds in after_s:
-            asyncio.get_running_loop().call_at(1.0 + seconds, work._interrupt, running)
-        await asyncio.wait({running})
-
-    run_virtual(main())
+    if reason:
+        state.stop(reason)
+    running = asyncio.create_task(work._work())
+    for seconds in after_s:
+        asyncio.get_running_loop().call_at(1.0 + seconds, work._interrupt, running)
+    await asyncio.wait({running})
     assert work.is_in_order == in_order
     assert state.stop_reason == (reason if in_order and reason else "interrupted")
 
@@ -208,11 +205,7 @@ def evaluation(version: int, accuracy: float) -> EvalMetrics:
             "reached: 142 steps, 64 of them in this process, in 108 s; held-out accuracy 0.308 -> 0.932 (v140)",
         ),
         ("completed", {"step": 5, "resumed_from_step": 5}, "increase trainer.total_steps to continue"),
-        (
-            "completed",
-            {"step": 6, "resumed_from_step": 5},
-            "6 steps, 1 of them in this process, in 108 s; see",
-        ),
+        ("completed", {"step": 6, "resumed_from_step": 5}, "6 steps, 1 of them in this process, in 108 s; see"),
         ("interrupted", {}, "no checkpoint was saved, so the same command starts from the beginning"),
         ("interrupted", {"step": 8}, "to resume from step_8: the same command with run_dir='{path}'"),
     ],
@@ -318,16 +311,6 @@ def test_the_configured_limit_is_that_of_the_recorder(tmp_path: Path, gib: float
         assert sinks.recorder is not None
         sinks.recorder.begin_evaluation(run_dir.answers, 1)
         assert sinks.recorder.num_skipped == num_skipped
-
-
-def test_every_group_that_is_left_out_is_counted(scripted: Make, play: Play) -> None:
-    run = scripted(num_held_out=0)
-    folder = run.telemetry.run_dir.trajectories
-    run.telemetry = replace(run.telemetry, recorder=TrajectoryRecorder(folder, max_bytes=0))
-    play(run)
-    last = lines(run)[-1]
-    assert last["telemetry/trajectories_skipped"] == last["buffer/finished"] > 0
-    assert list(folder.iterdir()) == []
 
 
 # What is saved after a failure
@@ -471,7 +454,8 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
     assert "could not be deleted (OSError: step_1.deleted is busy); the next save tries again" in caplog.text
 
 
-def test_a_save_that_fails_after_its_caller_is_gone_is_logged_in_one_line(
+@in_virtual_time
+async def test_a_save_that_fails_after_its_caller_is_gone_is_logged_in_one_line(
     scripted: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A second interrupt stops the learner while it writes."""
@@ -484,19 +468,16 @@ def test_a_save_that_fails_after_its_caller_is_gone_is_logged_in_one_line(
     run.world.save = save  # type: ignore[method-assign]
     learner: Any = run.world
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_default_executor(InlineExecutor(1))
-        loop.set_exception_handler(lambda _loop, context: unhandled.append(context))
-        parts = {"learner": learner, "buffer": run.buffer, "source": run.source, "state": run.state}
-        ending = asyncio.create_task(Checkpointer(run.cfg, run.telemetry, **parts).at_end(0, is_interrupted=True))
-        await asyncio.sleep(1.0)
-        ending.cancel()
-        await asyncio.wait([ending])
-        is_killed.set()
-        await asyncio.sleep(1.0)
-
-    run_virtual(main())
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(InlineExecutor(1))
+    loop.set_exception_handler(lambda _loop, context: unhandled.append(context))
+    parts = {"learner": learner, "buffer": run.buffer, "source": run.source, "state": run.state}
+    ending = asyncio.create_task(Checkpointer(run.cfg, run.telemetry, **parts).at_end(0, is_interrupted=True))
+    await asyncio.sleep(1.0)
+    ending.cancel()
+    await asyncio.wait([ending])
+    is_killed.set()
+    await asyncio.sleep(1.0)
     gc.collect()
     assert unhandled == []
     assert "save 0 failed: LearnerError: rank 0 died" in caplog.text
@@ -622,23 +603,21 @@ def test_a_watch_may_end_before_the_run_and_its_failure_as_the_run_ends_is_only_
     assert "a task failed as the run ended: OSError: the node is gone" in caplog.text
 
 
-def test_a_cancelled_run_cancels_everything_and_stays_cancelled_where_that_fails(scripted: Make) -> None:
+@in_virtual_time
+async def test_a_cancelled_run_cancels_everything_and_stays_cancelled_where_that_fails(scripted: Make) -> None:
     run = scripted(trainer=LONG)
 
-    async def main() -> None:
-        asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-        watches = after(NEVER_S), after(NEVER_S, at_end=OSError("the node is gone"))
-        task = asyncio.create_task(run.training().run(*watches))
-        await asyncio.sleep(10.0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert {one.get_name() for one in left} <= {"step"}, "the step of the learner continues: see emergency_save"
-        await asyncio.sleep(10.0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
+    asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
+    watches = after(NEVER_S), after(NEVER_S, at_end=OSError("the node is gone"))
+    task = asyncio.create_task(run.training().run(*watches))
+    await asyncio.sleep(10.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert {one.get_name() for one in left} <= {"step"}, "the step of the learner continues: see emergency_save"
+    await asyncio.sleep(10.0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_an_engine_that_missed_the_first_version_is_excluded_before_the_first_request(scripted: Make) -> None:
