@@ -35,6 +35,14 @@ def load(path: str, *, what: str) -> object:
     return find(module, name, path=path, what=what)
 
 
+def load_plugin(path: str, *, what: str) -> object:
+    """As `load`, for `path/to/file.py:name` too."""
+    file, colon, name = path.rpartition(":")
+    if colon and is_file(file) and name.isidentifier():
+        return find(str(Path(file).expanduser()), name, path=path, what=what)
+    return load(path, what=what)
+
+
 def find(location: str, name: str, *, path: str, what: str) -> object:
     """`name` in the module, or the Python file, `location`. `path` is what the user wrote, for messages.
 

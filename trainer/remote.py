@@ -13,6 +13,10 @@ REPLY_GRACE_S = 5.0
 """The actor bounds its own time by `timeout_s`; a live one has replied this much later."""
 
 
+ACTOR_OUTPUT = "actor_logs/ (on a joined cluster: the logs of Ray)"
+"""Where messages say that the output of an actor is. `actor_logs/` is made when a run on a private cluster fails."""
+
+
 class RemoteTimeout(TimeoutError):
     """A remote call did not end in time; what it does may still continue."""
 
@@ -35,7 +39,7 @@ async def call(ref: Any, *, timeout_s: float | None, who: str, what: str, hint: 
 
 async def start_actor(actor: Any, name: str, *, timeout_s: float) -> Any:
     """What the actor's `start` returns. `timeout_s` is `trainer.startup_timeout_s`. Raises as `call`."""
-    hint = "increase trainer.startup_timeout_s if it was still loading, see its file in actor_logs/"
+    hint = f"increase trainer.startup_timeout_s if it was still loading; its output is in {ACTOR_OUTPUT}"
     return await call(actor.start.remote(), timeout_s=timeout_s, who=name, what="start", hint=hint)
 
 
@@ -72,6 +76,6 @@ class EngineReplica:
 
     async def _call(self, ref: Any, method: str, *, timeout_s: float) -> Any:
         hint = (
-            "its process hangs, or weight_sync.timeout_s is too short for this model; look at its file in actor_logs/"
+            f"its process hangs, or weight_sync.timeout_s is too short for this model; its output is in {ACTOR_OUTPUT}"
         )
         return await call(ref, timeout_s=timeout_s + REPLY_GRACE_S, who=self.name, what=method, hint=hint)

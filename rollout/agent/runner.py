@@ -15,7 +15,7 @@ import numpy as np
 from rollout.agent.loop import AgentLoop, SingleTurnLoop
 from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError, PluginError
-from rollout.plugins import load
+from rollout.plugins import load_plugin
 from rollout.types import ToolUse, Trajectory, TrajectoryStatus, Turn
 
 if TYPE_CHECKING:
@@ -213,6 +213,7 @@ def make_loop(
 ) -> AgentLoop:
     """The loop that the factory at `path` makes of `args`; an empty path is the single turn.
 
+    `path` is `package.module.name` or `path/to/file.py:name`.
     A factory with a parameter `chat_template_kwargs` or `rollout_stop` gets that too, unless `args` has it.
 
     Raises:
@@ -220,7 +221,7 @@ def make_loop(
     """
     if not path:
         return SingleTurnLoop()
-    factory = load(path, what="agent loop")
+    factory = load_plugin(path, what="agent loop")
     if not callable(factory):
         raise PluginError(f"agent loop {path!r} is a {type(factory).__name__} and cannot be called; {_DO}")
     of_the_run = {"chat_template_kwargs": chat_template_kwargs or {}, "rollout_stop": rollout_stop}

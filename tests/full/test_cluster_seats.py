@@ -65,8 +65,8 @@ def hold(node: str, num_gpus: int) -> Any:
 
 def seats(cfg: Any) -> dict[str, tuple[str, tuple[str, ...]]]:
     """Name of an actor -> its node and its devices, once all of them have been started."""
-    placement = cluster._seated(cfg, plan_placement(cfg, resource="GPU"), resource="GPU")
-    actors = {name: ray.remote(Actor).options(**placement.options(name)).remote() for name in placement.seats}
+    placement = cluster._reserve(cfg, plan_placement(cfg, resource="GPU"), resource="GPU")
+    actors = {name: ray.remote(Actor).options(**placement.options(name)).remote() for name in placement.strategies}
     return {name: ray.get(actor.seat.remote(), timeout=60) for name, actor in actors.items()}
 
 
@@ -115,7 +115,7 @@ def test_who_finds_no_room_is_told_what_is_left_of_every_node(two_nodes: list[st
     with pytest.raises(cluster.ConfigurationError) as caught:
         seats(cfg)
     text = str(caught.value)
-    assert "beside what others hold and what was set aside for the rest of this run" in text
+    assert "besides what others hold and what was reserved for the rest of this run" in text
     assert "others still held" not in text
     del other
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import ray
 from ray._private import services
 
 from tests.fakes.scripted_run import config
-from trainer.driver.cluster import LOOK_S, Cluster, ClusterLost
+from trainer.driver.cluster import POLL_INTERVAL_S, Cluster, ClusterLost
 from trainer.driver.placement import plan_placement
 from trainer.driver.process_cleaner import RUN_ID_VAR, processes_of
 from weight_sync.device.select import get_backend
@@ -53,10 +52,10 @@ def slow_starts(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[tuple[s
 def _scratch_of(mark: str) -> set[str]:
     """Named on the command lines of the daemons that carry the mark."""
     words = [
-        word.decode().partition("=")[2]
-        for pid in processes_of(mark, Path("/nowhere"), spare=(os.getpid(),))
-        for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if word.startswith((b"--temp_dir=", b"--temp-dir="))
+        word.partition("=")[2]
+        for process in processes_of(mark, Path("/nowhere"), spare=(os.getpid(),))
+        for word in process.cmdline()
+        if word.startswith(("--temp_dir=", "--temp-dir="))
     ]
     return set(words)
 
@@ -93,12 +92,11 @@ def test_the_end_of_rays_control_service_is_noticed_long_before_ray_ends_the_pro
 
         async def lose_it() -> None:
             watch = asyncio.create_task(cluster.watch())
-            await asyncio.sleep(2 * LOOK_S)
+            await asyncio.sleep(2 * POLL_INTERVAL_S)
             assert not watch.done()
-            pids = processes_of(os.environ[RUN_ID_VAR], Path("/nowhere"), spare=(os.getpid(),))
-            programs = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in pids}
-            (service,) = (pid for pid, program in programs.items() if program.endswith(b"gcs_server"))
-            os.kill(service, signal.SIGKILL)
+            found = processes_of(os.environ[RUN_ID_VAR], Path("/nowhere"), spare=(os.getpid(),))
+            (service,) = (process for process in found if process.cmdline()[0].endswith("gcs_server"))
+            service.kill()
             with pytest.raises(ClusterLost, match="control service"):
                 await asyncio.wait_for(watch, 20)
 

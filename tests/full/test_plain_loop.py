@@ -27,6 +27,7 @@ from trainer.data.build import build_train_batch
 from trainer.driver import actors as compose
 from trainer.driver.actors import start_actors
 from trainer.driver.cluster import Cluster
+from trainer.driver.datasets import make_source
 from trainer.driver.preflight import PreflightResult, preflight
 from trainer.telemetry.trace import Tracer
 
@@ -73,7 +74,7 @@ class Story:
 
 async def plain_loop(cfg: RunConfig, checked: PreflightResult, actors: compose.Actors, story: Story) -> None:
     """Synchronous RL as a textbook has it."""
-    source = compose.make_source(cfg, checked.inputs, None)
+    source = make_source(cfg, checked.inputs.train, None)
     coordinator = compose.make_coordinator(cfg, actors)
     (engine,) = actors.engines.values()
     await coordinator.open()

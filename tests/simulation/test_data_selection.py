@@ -18,8 +18,8 @@ from tests.fakes.metric_names import check_known
 from tests.fakes.scripted_run import Script, ScriptedRun, World, config, prompt_set, telemetry_in
 from tests.fakes.virtual_time import run_virtual
 from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError
-from trainer.driver.actors import make_source
 from trainer.driver.checkpointing import ResumePoint
+from trainer.driver.datasets import make_source
 from trainer.driver.state import RunState
 from trainer.errors import first_cause
 from trainer.learner import checkpoint

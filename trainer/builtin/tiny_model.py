@@ -36,7 +36,7 @@ from trainer.config.schema import model_paths, with_model_paths
 from trainer.files import replace_directory
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from trainer.config.schema import RunConfig
 
@@ -104,6 +104,26 @@ class Recipe:
 
 
 RECIPE = Recipe()
+
+
+def build_config(recipe: Recipe = RECIPE) -> PreTrainedConfig:
+    """What the model's config.json says (needs no file and no torch)."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=4 * recipe.hidden_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        initializer_range=recipe.initializer_range,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
 
 
 def cache_dir() -> Path:
@@ -186,27 +206,12 @@ def make(path: Path, recipe: Recipe = RECIPE) -> None:
 
 def _warm_start(recipe: Recipe) -> PreTrainedModel:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
     torch.set_num_threads(1)  # reproducible, and the other cores import the libraries of the actors meanwhile
     torch.manual_seed(recipe.seed)
     rng = np.random.default_rng(recipe.seed)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY_SIZE,
-            hidden_size=recipe.hidden_size,
-            intermediate_size=4 * recipe.hidden_size,
-            num_hidden_layers=recipe.num_layers,
-            num_attention_heads=recipe.num_heads,
-            num_key_value_heads=recipe.num_kv_heads,
-            initializer_range=recipe.initializer_range,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=EOS_ID,
-            pad_token_id=PAD_ID,
-        )
-    )
+    model = Qwen2ForCausalLM(build_config(recipe))
     pairs = operand_pairs("train", max_operand=recipe.max_operand)
     additions = [[(a, b, add(a, b)) for a, b in pairs] for add in (operator.add, confuse_carry)]
     length = max(len(question(a, b)) + len(str(c)) for a, b, c in itertools.chain(*additions))

@@ -375,8 +375,8 @@ class TaskConfig:
     max_operand: Int = key(49, "builtin:arithmetic only: largest operand of the additions.", ge=9)
     agent: Text = key(
         "",
-        "How an answer comes about: empty is a single turn, else the dotted path (`package.module.name`) of a factory "
-        "of agent loops, for several turns, tools and environments. Evaluation uses it too.",
+        "How an answer comes about: empty is a single turn, else a factory of agent loops, as `package.module.name` or "
+        "`path/to/file.py:name`, for several turns, tools and environments. Evaluation uses it too.",
     )
     agent_args: dict[Name, Any] = key(factory=dict, doc="Keyword arguments of the factory in `task.agent`.")
     agent_timeout_s: Float = key(

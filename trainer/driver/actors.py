@@ -1,4 +1,4 @@
-"""What every actor is built with, and how actors start and stop."""
+"""What every actor is made of, and how actors start, stop and are replaced."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ from trainer.builtin import tiny_model
 from trainer.builtin.tiny_model import with_model_directory
 from trainer.config.algorithm import traits_of
 from trainer.config.schema import with_model_paths
-from trainer.driver.cluster import actor_options
-from trainer.driver.datasets import training_source
 from trainer.driver.fleet import Fleet
-from trainer.driver.placement import RESTARTED, ranks_beside, shared_visibility
+from trainer.driver.placement import RESTARTED, ranks_of
 from trainer.driver.weight_updates import ColocatedDevices, DedicatedDevices
 from trainer.errors import first_cause, one_line
 from trainer.learner.actor import learner_actor
 from trainer.learner.group import LearnerGroup
-from trainer.remote import EngineReplica, call, start_actor
+from trainer.remote import ACTOR_OUTPUT, EngineReplica, call, start_actor
 from weight_sync.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device import merge_env
 from weight_sync.vllm_compat import EXTENSION
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rollout.engine.interface import SleepLevel
-    from rollout.prompts.prompt_source import PromptSet, PromptSource
+    from rollout.prompts.prompt_source import PromptSource
     from trainer.config.schema import RolloutConfig, RunConfig
     from trainer.driver.checkpointing import ResumePoint
     from trainer.driver.placement import Placement
@@ -68,17 +66,15 @@ class Actors:
     workers: list[Any]
 
     async def close(self, *, timeout_s: float) -> None:
-        """Let everybody end in order for a moment, then end their processes. Never raises."""
-        endings = [self.learner.close()]
-        names = [*(f"rollout_worker_{index}" for index in range(len(self.workers))), *self.engines]
-        others = zip(names, (*self.workers, *self.engines.values()), strict=True)
-        endings += [_end(actor, name, timeout_s=timeout_s) for name, actor in others]
+        """Let all of them close for a moment, then kill their processes. Never raises."""
+        others = {**{f"rollout_worker_{index}": actor for index, actor in enumerate(self.workers)}, **self.engines}
+        endings = [self.learner.close(), *(_close(actor, name, timeout_s) for name, actor in others.items())]
         for result in await asyncio.gather(*endings, return_exceptions=True):
             if isinstance(result, Exception):
-                log.warning("an actor did not close in order: %s", one_line(first_cause(result)))
+                log.warning("an actor did not shut down cleanly: %s", one_line(first_cause(result)))
 
 
-async def _end(actor: Any, name: str, *, timeout_s: float) -> None:
+async def _close(actor: Any, name: str, timeout_s: float) -> None:
     try:
         hint = "killing it; increase trainer.shutdown_timeout_s to allow a longer shutdown"
         await call(actor.close.remote(), timeout_s=timeout_s, who=name, what="close", hint=hint)
@@ -89,19 +85,15 @@ async def _end(actor: Any, name: str, *, timeout_s: float) -> None:
 async def create_actors(
     cfg: RunConfig, placement: Placement, backend: Backend, *, version: int
 ) -> tuple[Actors, Placement]:
-    """Create learner and engines. They begin to import their libraries; the model need not be there yet.
-
-    Engines that share devices wait until Ray has given those to the learners; the placement that comes back knows them.
-    """
-    own = for_actors(cfg)
-    # Decided here once: a learner's node might find another kind by itself.
-    own = replace(own, device=replace(own.device, name=backend.name))
-    world_size = cfg.learner.num_ranks
+    """Create learner and engines. They begin to import their libraries; the model need not be there yet. Engines that
+    share devices wait until Ray has given those to the learners; the returned placement knows them."""
+    # The device is chosen here, once: a learner's node might find another kind.
+    own = replace(for_actors(cfg), device=replace(cfg.device, name=backend.name))
     ranks = [
         learner_actor()
         .options(**_options(cfg, backend, placement, role="learner", name=f"learner_{rank}"))
-        .remote(own, rank=rank, world_size=world_size)
-        for rank in range(world_size)
+        .remote(own, rank=rank, world_size=cfg.learner.num_ranks)
+        for rank in range(cfg.learner.num_ranks)
     ]
     learner = LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s)
     replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
@@ -113,56 +105,66 @@ async def create_actors(
 
 
 def shared_devices_env(cfg: RunConfig, backend: Backend, seen: Sequence[str]) -> list[dict[str, str]]:
-    """For each engine the variables that show it the devices of its learners. `seen`: what each rank sees.
+    """For each engine the variables that show it the devices of its learners: the learners' own first.
 
-    The alias is set too: the host of an engine may have one, which would disagree.
+    Args:
+        seen: what each rank sees, its own device first; some backends show the others after it.
+
+    Example: an engine of ranks that see "2,0,1,3" and "3,0,1,2" sees "2,3,0,1"
     """
-    shown = [shared_visibility([seen[rank] for rank in ranks_beside(i, cfg)]) for i in range(cfg.rollout.num_replicas)]
+    # The alias is set too: the host of an engine may have one, which would disagree.
     names = [name for name in (backend.visible_devices_var, backend.visible_devices_alias) if name is not None]
-    return [dict.fromkeys(names, text) for text in shown]
+    found: list[dict[str, str]] = []
+    for replica in range(cfg.rollout.num_replicas):
+        lists = [seen[rank].split(",") for rank in ranks_of(replica, cfg)]
+        ordered = [*(devices[0] for devices in lists), *(device for devices in lists for device in devices)]
+        found.append(dict.fromkeys(names, ",".join(dict.fromkeys(ordered))))
+    return found
 
 
 def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
     """One engine actor, not yet started."""
-    cfg = with_located_models(cfg)
-    options = _options(cfg, backend, placement, role="engine", name=name)
-    spec = engine_spec(cfg, backend, name=name, version=version)
-    # A sync may pause an engine for all of its time; its end is the coordinator's to say.
-    pause_limit_s = max(PAUSE_LIMIT_S, 2 * cfg.weight_sync.timeout_s)
-    return engine_actor().options(**options).remote(spec, pause_limit_s=pause_limit_s)
+    spec = engine_spec(with_located_models(cfg), backend, name=name, version=version)
+    actor = engine_actor().options(**_options(cfg, backend, placement, role="engine", name=name))
+    # A sync may pause an engine for all of its time; the coordinator ends the pause.
+    return actor.remote(spec, pause_limit_s=max(PAUSE_LIMIT_S, 2 * cfg.weight_sync.timeout_s))
+
+
+@contextlib.contextmanager
+def _killed_on_failure(actor: Any) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        ray.kill(actor)  # it would keep its device memory
+        raise
 
 
 async def replace_engine(
     name: str, make: Callable[[], Any], *, engines: dict[str, Any], coordinator: SyncCoordinator, timeout_s: float
 ) -> int | None:
-    """End the engine `name` for good and put a new one in its place, with the newest weights; returns their version.
-
-    Raises:
-        WeightSyncError, TimeoutError, RayError: the new engine did not start, or did not get the weights.
-    """
+    """Kill the engine `name` and put a new one in its place, with the newest weights; returns their version. Raises
+    WeightSyncError, TimeoutError or RayError if it does not start, or does not get the weights."""
     ray.kill(engines[name])
     engines[name] = new = make()
-    try:
+    with _killed_on_failure(new):
         await start_actor(new, name, timeout_s=timeout_s)
         return await coordinator.join(EngineReplica(name, new))
-    except BaseException:
-        ray.kill(new)  # it would keep its device memory
-        raise
 
 
 def with_workers(cfg: RunConfig, placement: Placement, actors: Actors) -> Actors:
     """Create the rollout workers too. They read the tokenizer at once, so the model must be there."""
-    names = [f"rollout_worker_{index}" for index in range(cfg.rollout.num_workers)]
-    workers = [new_worker(cfg, placement, actors.engines, index=index, name=name) for index, name in enumerate(names)]
+    workers = [new_worker(cfg, placement, actors.engines, index=index) for index in range(cfg.rollout.num_workers)]
     return replace(actors, workers=workers)
 
 
-def new_worker(cfg: RunConfig, placement: Placement, engines: Mapping[str, Any], *, index: int, name: str) -> Any:
+def new_worker(
+    cfg: RunConfig, placement: Placement, engines: Mapping[str, Any], *, index: int, restart: str = ""
+) -> Any:
     """Rollout worker `index` as an actor, not yet started."""
-    spec = worker_spec(for_actors(cfg))
+    name = f"rollout_worker_{index}{restart}"
     order = order_of(list(engines), worker=index, num_workers=cfg.rollout.num_workers)
     actor = rollout_worker_actor().options(**placement.options(name), name=name, max_restarts=0)
-    return actor.remote(spec, {engine: engines[engine] for engine in order})
+    return actor.remote(worker_spec(for_actors(cfg)), {engine: engines[engine] for engine in order})
 
 
 def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
@@ -175,7 +177,7 @@ def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
         verify=cfg.weight_sync.verify,
         relay=cfg.weight_sync.relay,
         rolling=not cfg.mode.shares_devices,
-        # On one host nobody else needs to reach the control sockets.
+        # On one host no other one needs to reach the control sockets.
         host="127.0.0.1" if cfg.ray.address == "local" else None,
     )
     replicas = [EngineReplica(name, actor) for name, actor in actors.engines.items()]
@@ -206,21 +208,11 @@ def make_buffer(cfg: RunConfig, resumed: ResumePoint | None, source: PromptSourc
     return buffer
 
 
-def make_source(cfg: RunConfig, train: PromptSet, resumed: ResumePoint | None) -> PromptSource:
-    """Raises DataError if a column does not fit, no prompt is left, or the data is not that of the checkpoint."""
-    source = training_source(cfg, train)
-    if resumed is not None:
-        source.load_state_dict(resumed.state["source"])
-    source.require_prompt()
-    return source
-
-
 def group_timeout_s(cfg: RunConfig) -> float:
     """Longest time that a rollout worker bounds itself for one group: generation, then the queue of the rewards, the
     start of a process, and the call."""
-    reward = cfg.task.reward
     generation_s = cfg.task.agent_timeout_s if cfg.task.agent else cfg.rollout.request_timeout_s
-    return generation_s + reward.queue_timeout_s + LOAD_TIMEOUT_S + reward.timeout_s
+    return generation_s + cfg.task.reward.queue_timeout_s + LOAD_TIMEOUT_S + cfg.task.reward.timeout_s
 
 
 def make_fleet(
@@ -232,27 +224,21 @@ def make_fleet(
     devices: DedicatedDevices,
     live_version: Callable[[], int],
 ) -> Fleet:
-    """Engines and rollout workers; those that are lost are started again.
-
-    Ray frees a name some time after its actor's death, so every actor has one of its own.
-    """
+    """Engines and rollout workers; lost ones are restarted under a new name, since Ray frees a name some time after its
+    actor's death."""
     timeout_s = cfg.trainer.startup_timeout_s
 
     async def restart_worker(index: int, number: int) -> Any:
-        name = f"rollout_worker_{index}{RESTARTED}{number}"
-        actors.workers[index] = actor = new_worker(cfg, placement, actors.engines, index=index, name=name)
-        try:
-            await start_actor(actor, name, timeout_s=timeout_s)
-        except BaseException:
-            ray.kill(actor)
-            raise
-        return actor
+        restart = f"{RESTARTED}{number}"
+        actors.workers[index] = new = new_worker(cfg, placement, actors.engines, index=index, restart=restart)
+        with _killed_on_failure(new):
+            await start_actor(new, f"rollout_worker_{index}{restart}", timeout_s=timeout_s)
+        return new
 
     async def restart_engine(name: str, number: int) -> int | None:
         async with devices.engines_active():
-            make = partial(
-                new_engine, cfg, placement, backend, name=f"{name}{RESTARTED}{number}", version=live_version()
-            )
+            restarted, version = f"{name}{RESTARTED}{number}", live_version()
+            make = partial(new_engine, cfg, placement, backend, name=restarted, version=version)
             return await replace_engine(
                 name, make, engines=actors.engines, coordinator=coordinator, timeout_s=timeout_s
             )
@@ -298,17 +284,13 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         lora_targets=tuple(cfg.model.lora.target_modules.split("+")),
         extension=EXTENSION,
         forks=backend.capabilities().engine_forks,
+        # Engines read no weights where the first version, which precedes the first request, brings all of them.
         engine_args={
-            **_load_format(cfg),
+            **({} if why_engines_read_weights(cfg) else {"load_format": "dummy"}),
             **backend.engine_defaults(),
             **rollout.engine_args,
         },
     )
-
-
-def _load_format(cfg: RunConfig) -> dict[str, Any]:
-    """Engines read no weights where the first version, which is there before the first request, brings all of them."""
-    return {} if why_engines_read_weights(cfg) else {"load_format": "dummy"}
 
 
 def why_engines_read_weights(cfg: RunConfig) -> str | None:
@@ -330,30 +312,20 @@ def sleep_level(cfg: RunConfig, backend: Backend) -> SleepLevel | None:
 
 
 def concurrency_of(rollout: RolloutConfig) -> LimitRange | None:
-    """What one of the rollout workers may have on one replica; None for everything at once."""
-    if rollout.concurrency == "adaptive":
-        highest = rollout.max_num_seqs if rollout.max_concurrency is None else rollout.max_concurrency
-        return LimitRange(lowest=rollout.min_concurrency, highest=highest).share(rollout.num_workers)
-    if rollout.max_concurrency is None:
+    """How many requests one rollout worker may have on one engine; None for no limit."""
+    is_adaptive = rollout.concurrency == "adaptive"
+    if rollout.max_concurrency is None and not is_adaptive:
         return None
-    return LimitRange(lowest=rollout.max_concurrency, highest=rollout.max_concurrency).share(rollout.num_workers)
-
-
-def most_at_once(rollout: RolloutConfig) -> int:
-    """What one engine takes at once."""
-    most = rollout.max_num_seqs
-    return most if rollout.max_concurrency is None else min(most, rollout.max_concurrency)
-
-
-def consolidation_of(rollout: RolloutConfig) -> ConsolidationRule | None:
-    """When requests move so that an engine is free; None for never."""
-    if rollout.repack_below is None:
-        return None
-    return ConsolidationRule(below=rollout.repack_below, most=rollout.max_num_seqs)
+    highest = rollout.max_num_seqs if rollout.max_concurrency is None else rollout.max_concurrency
+    lowest = rollout.min_concurrency if is_adaptive else highest
+    return LimitRange(lowest=lowest, highest=highest).share(rollout.num_workers)
 
 
 def worker_spec(cfg: RunConfig) -> WorkerSpec:
     rollout, task, reward, on_failure = cfg.rollout, cfg.task, cfg.task.reward, cfg.algorithm.on_failure
+    most_at_once, below = rollout.max_num_seqs, rollout.repack_below
+    if rollout.max_concurrency is not None:
+        most_at_once = min(most_at_once, rollout.max_concurrency)
     return WorkerSpec(
         group_size=rollout.group_size,
         sampling=SamplingParams(
@@ -364,9 +336,9 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
             stop=tuple(rollout.stop),
         ),
         request_timeout_s=rollout.request_timeout_s,
-        evaluation_window=most_at_once(rollout),
+        evaluation_window=most_at_once,
         concurrency=concurrency_of(rollout),
-        repacking=consolidation_of(rollout),
+        repacking=None if below is None else ConsolidationRule(below=below, most=rollout.max_num_seqs),
         greedy_baseline=traits_of(cfg.algorithm).greedy_baseline,
         agent=task.agent,
         agent_args=task.agent_args,
@@ -392,42 +364,48 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
 
 
 def _options(cfg: RunConfig, backend: Backend, placement: Placement, *, role: Role, name: str) -> dict[str, Any]:
+    """Resources, environment, and a name that people see in `ps` and logs."""
     env = merge_env(backend.process_env(role), {**cfg.device.env, **placement.env(name)}, dict(os.environ))
-    return actor_options(placement.options(name), env=env, name=name)
+    return {**placement.options(name), "runtime_env": {"env_vars": env}, "name": name, "max_restarts": 0}
 
 
 def _tokenizer_path(cfg: RunConfig) -> str:
     return cfg.model.tokenizer_path if cfg.model.tokenizer_path else cfg.model.path
 
 
-TRACK = "start"
+TRACE_ROW = "start"
 
 
 async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | None, tracer: Tracer) -> None:
-    """Load models into learner and engines, side by side, and start the reward processes.
+    """Load models into learner and engines concurrently, and start the reward processes.
 
     On shared devices the learner comes first and leaves: an engine measures at its start what memory is free.
 
     Raises:
         TimeoutError: not all were ready within `trainer.startup_timeout_s`.
     """
-    limit_s = cfg.trainer.startup_timeout_s
-    begin_s = time.time()
+    limit_s, begin_s = cfg.trainer.startup_timeout_s, time.time()
+
+    def log_ready(name: str, stages: Mapping[str, float]) -> None:
+        """The time that is in no stage is the start of the process, or its wait for others."""
+        end_s = time.time()
+        tracer.add_span(TRACE_ROW, name, start_s=begin_s, end_s=end_s, overlapping=True, **stages)
+        parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.items())
+        log.info("%s is ready after %.1f s%s", name, end_s - begin_s, f" ({parts})" if parts else "")
 
     async def learner() -> None:
         ranks = await actors.learner.setup()
         for text in dict.fromkeys(text for rank in ranks for text in rank.warnings):
             log.warning("learner: %s", text)
-        stages = slowest([rank.seconds for rank in ranks])
+        stages = {stage: max(rank.seconds[stage] for rank in ranks) for stage in ranks[0].seconds}
         if resumed is not None:
             loading_s = time.time()
             await actors.learner.load(resumed.path)
             stages["checkpoint"] = time.time() - loading_s
-        _tell("learner", begin_s, stages, tracer)
+        log_ready("learner", stages)
 
     async def engine(name: str, actor: Any) -> None:
-        stages = await start_actor(actor, name, timeout_s=limit_s)
-        _tell(name, begin_s, stages, tracer)
+        log_ready(name, await start_actor(actor, name, timeout_s=limit_s))
 
     async def engines() -> None:
         if cfg.mode.shares_devices:
@@ -437,7 +415,7 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
 
     async def worker(name: str, actor: Any) -> None:
         await start_actor(actor, name, timeout_s=limit_s)
-        _tell(name, begin_s, {}, tracer)
+        log_ready(name, {})
 
     try:
         async with asyncio.timeout(limit_s):
@@ -446,29 +424,16 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
             await gather_or_cancel([learner_ready, engines(), *workers])
     except TimeoutError as error:
         raise TimeoutError(
-            f"not all actors were ready within trainer.startup_timeout_s={limit_s:g}; raise it if they were still "
-            "loading (actor_logs/ says), for large models and slow disks"
+            f"not all actors were ready within trainer.startup_timeout_s={limit_s:g}; increase it for large models and "
+            f"slow disks; their output is in {ACTOR_OUTPUT}"
         ) from error
 
 
 @contextlib.contextmanager
 def start_phase(progress: Progress, tracer: Tracer, name: str) -> Iterator[None]:
     """A phase of the start that is shown and traced."""
-    with progress.phase(name), tracer.span(TRACK, name, overlapping=True):
+    with progress.phase(name), tracer.span(TRACE_ROW, name, overlapping=True):
         yield
-
-
-def slowest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of every stage the seconds of the rank that took longest."""
-    return {stage: max(rank[stage] for rank in ranks) for stage in ranks[0]}
-
-
-def _tell(name: str, begin_s: float, stages: Mapping[str, float], tracer: Tracer) -> None:
-    """What the stages leave of the whole is the process itself, or its wait for others."""
-    end_s = time.time()
-    tracer.add_span(TRACK, name, start_s=begin_s, end_s=end_s, overlapping=True, **stages)
-    parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.items())
-    log.info("%s is ready after %.1f s%s", name, end_s - begin_s, f" ({parts})" if parts else "")
 
 
 def for_actors(cfg: RunConfig) -> RunConfig:
@@ -480,12 +445,13 @@ def for_actors(cfg: RunConfig) -> RunConfig:
         DataError: there is no such reward, or no such file.
     """
     reward = cfg.task.reward
-    task = replace(cfg.task, reward=replace(reward, name=_located_reward(reward.name)))
+    name = reward.name if reward.name in BUILTIN_REWARDS else _absolute_plugin(reward.name, lookup(reward.name).target)
+    task = replace(cfg.task, reward=replace(reward, name=name), agent=_absolute_plugin(cfg.task.agent, cfg.task.agent))
     return replace(with_located_models(cfg), task=task)
 
 
 def with_located_models(cfg: RunConfig) -> RunConfig:
-    """The part of it that an engine needs, whatever has become of the reward since the run began."""
+    """The part of `for_actors` that an engine needs, even if the reward's file has gone since the run began."""
     cfg = with_model_paths(with_model_directory(cfg), _located)
     return replace(cfg, model=replace(cfg.model, tokenizer_path=_located(cfg.model.tokenizer_path)))
 
@@ -495,9 +461,7 @@ def _located(path: str) -> str:
     return str(Path(path).absolute()) if path and is_here else path
 
 
-def _located_reward(name: str) -> str:
-    """A built-in one by its name, a function by the absolute path of its file or by its module."""
-    if name in BUILTIN_REWARDS:
-        return name
-    target = lookup(name).target
-    return target if is_file(target.rpartition(":")[0]) else name
+def _absolute_plugin(name: str, target: str) -> str:
+    """`name`, or `/absolute/file.py:function` where `target` is in a file."""
+    file, colon, function = target.rpartition(":")
+    return f"{Path(file).expanduser().absolute()}:{function}" if colon and is_file(file) else name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,8 @@ from rollout.rendering import why_refused
 from rollout.reward.pool import check_reward
 from rollout.reward.registry import BUILTIN_REWARDS, lookup
 from trainer.config.algorithm import traits_of
-from trainer.config.field import value_text
 from trainer.config.schema import EvalSetConfig
-from trainer.driver.findings import Findings
+from trainer.driver.findings import Findings, problem
 from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
@@ -27,25 +25,24 @@ if TYPE_CHECKING:
 
     from rollout.types import Prompt
     from trainer.config.schema import RunConfig, TaskConfig
-
-
-log = logging.getLogger(__name__)
+    from trainer.driver.checkpointing import ResumePoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """The prompts of `task.eval_path`, or those of one of `task.eval_sets`.
-
-    Example:
-        EvalSet(name="aime24", prompts=prompts, num_samples=32)
-    """
+    """The prompts of `task.eval_path`, or those of one of `task.eval_sets`."""
 
     name: str = ""
     """Empty for that of `task.eval_path`."""
     prompts: Sequence[Prompt]
     """At least one."""
     num_samples: int
-    """Answers to each."""
+    """Responses to each."""
+
+    @property
+    def key(self) -> str:
+        """The configuration key of its path."""
+        return _key(self.name, "path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +50,8 @@ class DataSets:
     train: PromptSet
     evaluation: tuple[EvalSet, ...]
     """That of `task.eval_path` first; empty if the run has no evaluation."""
-    left_out: tuple[str, ...] = ()
-    """Of every data set that lost rows: how many, and why. Tools that prompts do not name. What of a teacher was not
-    checked."""
+    notes: tuple[str, ...] = ()
+    """Of every data set that lost rows: how many, and why. Warnings of `preflight`."""
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -63,19 +59,20 @@ class DataSets:
         return (*self.train.prompts, *(prompt for one in self.evaluation for prompt in one.prompts))
 
 
+# --- loading ---
+
+
 def check_data(
     cfg: RunConfig, found: Findings, tokenizer: Any | None, *, tools: Sequence[Mapping[str, Any]] = ()
 ) -> DataSets | None:
-    """The data sets, their rewards tried; None if one cannot be used. Blocks for seconds; call it in the main thread,
-    outside an event loop.
+    """The data sets, their rewards tried; None if one cannot be used. Blocks for seconds, as `preflight`.
 
     Args:
-        tokenizer: None if it cannot be loaded: columns and rewards are checked nevertheless, and their prompts are
-            worth nothing.
+        tokenizer: None if it cannot be loaded: columns and rewards are checked all the same, and the tokens of the
+            prompts are meaningless.
         tools: JSON schemas of functions, for the chat template.
     """
-    stand_in = _NoTokenizer() if tokenizer is None else tokenizer
-    data = found.attempt(load_data, cfg, stand_in, tools=tools)
+    data = found.attempt(load_data, cfg, _NoTokenizer() if tokenizer is None else tokenizer, tools=tools)
     if data is not None:
         samples: dict[str, Prompt] = {}
         for prompt in data.prompts:
@@ -110,105 +107,56 @@ class _NoTokenizer:
 
 def load_data(cfg: RunConfig, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = ()) -> DataSets:
     """
-    Args:
-        tools: JSON schemas of functions, for the chat template.
-
     Raises:
         DataError: a data set, column or prompt cannot be used, or one set is read for another.
         ConfigurationError: the chat template does not take the arguments that it is to have.
     """
-    if not isinstance(tokenizer, _NoTokenizer):
-        _check_template(cfg, tokenizer, with_tools=bool(tools))
-    train_spec = replace(_spec(cfg, tools), reward_column_required=True)
-    sets = _held_out(cfg)
+    task, kwargs = cfg.task, cfg.task.chat_template_kwargs
+    checked = kwargs if not isinstance(tokenizer, _NoTokenizer) else {}
+    if checked and (message := why_refused(tokenizer, checked, with_tools=bool(tools))) is not None:
+        hint = "leave them out, or check their names in the tokenizer's chat template"
+        raise ConfigurationError([problem(cfg, "task.chat_template_kwargs", message, hint)])
+    main = EvalSetConfig(path=task.eval_path, split=task.eval_split, size=task.eval_size)
+    sets = {"": main, **task.eval_sets} if task.eval_path else {}
+    train_spec = _train_spec(cfg, tools)
     specs = {
         name: replace(
-            _spec(cfg, tools),
+            train_spec,
             path=one.path,
             split=one.split,
-            prompt_column=one.prompt_column if one.prompt_column else cfg.task.prompt_column,
-            answer_column=one.answer_column if one.answer_column else cfg.task.answer_column,
+            prompt_column=one.prompt_column if one.prompt_column else task.prompt_column,
+            answer_column=one.answer_column if one.answer_column else task.answer_column,
+            reward_column_required=False,  # benchmarks of one kind have none
         )
         for name, one in sets.items()
     }
     for name, spec in specs.items():
         check_overlap(train_spec, spec, key=_key(name, "path"), split_key=_key(name, "split"))
     train = load_prompts(train_spec, tokenizer)
-    loaded = {name: _load(name, spec, tokenizer) for name, spec in specs.items()}
-    left_out = _left_out(cfg, "task.train_path", train)
-    for name, found in loaded.items():
-        left_out += _left_out(cfg, _key(name, "path"), found)
-        left_out += _trained_on(_key(name, "path"), specs[name], found, train_spec, train)
-    evaluation = tuple(_choose(cfg, name, one, loaded[name]) for name, one in sets.items())
-    return DataSets(train=train, evaluation=evaluation, left_out=left_out)
-
-
-def _held_out(cfg: RunConfig) -> dict[str, EvalSetConfig]:
-    """Every held-out set by its name, which is empty for that of `task.eval_path`."""
-    task = cfg.task
-    if not task.eval_path:
-        return {}
-    return {"": EvalSetConfig(path=task.eval_path, split=task.eval_split, size=task.eval_size), **task.eval_sets}
+    notes, evaluation = [*_left_out(cfg, "task.train_path", train)], list[EvalSet]()
+    for name, one in sets.items():
+        try:
+            held_out = load_prompts(specs[name], tokenizer)
+        except DataError as error:
+            raise DataError(f"task.eval_sets.{name}: {error}" if name else str(error)) from error
+        num_samples = cfg.trainer.eval_samples if one.samples is None else one.samples
+        evaluation.append(EvalSet(name=name, prompts=eval_subset(held_out, size=one.size), num_samples=num_samples))
+        notes += _left_out(cfg, _key(name, "path"), held_out)
+    return DataSets(train=train, evaluation=tuple(evaluation), notes=tuple(notes))
 
 
 def _key(name: str, leaf: str) -> str:
     return f"task.eval_sets.{name}.{leaf}" if name else f"task.eval_{leaf}"
 
 
-def _load(name: str, spec: DatasetSpec, tokenizer: Any) -> PromptSet:
-    try:
-        return load_prompts(spec, tokenizer)
-    except DataError as error:
-        if not name:
-            raise
-        raise DataError(f"task.eval_sets.{name}: {error}") from error
+def _left_out(cfg: RunConfig, key: str, loaded: PromptSet) -> Iterator[str]:
+    if loaded.num_duplicates or loaded.num_overlong:
+        repeated = f"{loaded.num_duplicates} that repeat an earlier one (task.dedup)"
+        overlong = f"{loaded.num_overlong} over task.max_prompt_tokens={cfg.task.max_prompt_tokens}"
+        yield f"rows of {key} that were left out: {repeated}, {overlong}"
 
 
-def _choose(cfg: RunConfig, name: str, one: EvalSetConfig, loaded: PromptSet) -> EvalSet:
-    num_samples = cfg.trainer.eval_samples if one.samples is None else one.samples
-    return EvalSet(name=name, prompts=eval_subset(loaded, size=one.size), num_samples=num_samples)
-
-
-def _check_template(cfg: RunConfig, tokenizer: Any, *, with_tools: bool) -> None:
-    kwargs = cfg.task.chat_template_kwargs
-    if kwargs and (message := why_refused(tokenizer, kwargs, with_tools=with_tools)) is not None:
-        key, hint = "task.chat_template_kwargs", "leave them out, or check their names in the tokenizer's chat template"
-        raise ConfigurationError([Problem(key=key, value=value_text(kwargs), message=message, hint=hint)])
-
-
-def _left_out(cfg: RunConfig, key: str, loaded: PromptSet) -> tuple[str, ...]:
-    if not loaded.num_duplicates and not loaded.num_overlong:
-        return ()
-    repeated = f"{loaded.num_duplicates} that repeat an earlier one (task.dedup)"
-    overlong = f"{loaded.num_overlong} over task.max_prompt_tokens={cfg.task.max_prompt_tokens}"
-    return (f"rows of {key} that were left out: {repeated}, {overlong}",)
-
-
-def _trained_on(
-    key: str, spec: DatasetSpec, held_out: PromptSet, train_spec: DatasetSpec, train: PromptSet
-) -> tuple[str, ...]:
-    """A warning of evaluation prompts that are training prompts too, in whatever file; of one set for both it is meant
-    so. White space and case do not count."""
-    if (spec.path, spec.split) == (train_spec.path, train_spec.split):
-        return ()
-    trained = {_normalized(prompt) for prompt in train.prompts}
-    number = sum(_normalized(prompt) in trained for prompt in held_out.prompts)
-    if not number:
-        return ()
-    text = (
-        f"{number} of {len(held_out.prompts)} prompts of {key} are among those of task.train_path: their accuracy says "
-        "nothing of unseen problems; remove them from the training set"
-    )
-    log.warning(text)
-    return (text,)
-
-
-def _normalized(prompt: Prompt) -> int:
-    return hash(" ".join(prompt.text.casefold().split()))
-
-
-def _spec(cfg: RunConfig, tools: Sequence[Mapping[str, Any]]) -> DatasetSpec:
-    """Of the training prompts, with what held-out ones have in common with them."""
+def _train_spec(cfg: RunConfig, tools: Sequence[Mapping[str, Any]]) -> DatasetSpec:
     task = cfg.task
     return DatasetSpec(
         path=task.train_path,
@@ -218,7 +166,7 @@ def _spec(cfg: RunConfig, tools: Sequence[Mapping[str, Any]]) -> DatasetSpec:
         answer_column=task.answer_column,
         answer_required=lookup(task.reward.name).needs_answer,
         reward_column=task.reward.column,
-        reward_column_required=False,  # benchmarks of one kind have none
+        reward_column_required=True,
         rewards_with_answer=frozenset(name for name, entry in BUILTIN_REWARDS.items() if entry.needs_answer),
         apply_chat_template=task.apply_chat_template,
         chat_template_kwargs=task.chat_template_kwargs,
@@ -232,73 +180,29 @@ def _spec(cfg: RunConfig, tools: Sequence[Mapping[str, Any]]) -> DatasetSpec:
     )
 
 
-def training_source(cfg: RunConfig, data: PromptSet) -> PromptSource:
-    """From its beginning.
-
-    Raises:
-        DataError: a column does not fit.
-    """
-    task, prompts = cfg.task, data.prompts
-    return PromptSource(
-        data,
-        seed=cfg.seed,
-        shuffle=task.shuffle,
-        curriculum=curriculum_of(task, prompts),
-        pass_rates=pass_rates_of(task, prompts),
-    )
-
-
-def curriculum_of(task: TaskConfig, prompts: Sequence[Prompt]) -> Curriculum | None:
-    """None without a curriculum. Where pass rates say how hard a prompt is, a rare pass is hard.
-
-    Raises:
-        DataError: a prompt has no difficulty.
-    """
-    if task.curriculum == "none":
-        return None
-    by_pass_rate = not task.difficulty_column
-    name = task.pass_rate_column if by_pass_rate else task.difficulty_column
-    setting = "task.pass_rate_column" if by_pass_rate else "task.difficulty_column"
-    column = numbers(prompts, name, setting=setting)
-    for prompt, value in zip(prompts, column, strict=True):
-        if value is None:
-            raise DataError(
-                f"prompt {prompt.prompt_id}: column {name!r} ({setting}) is null; task.curriculum needs a number for "
-                "every prompt"
+def data_warnings(cfg: RunConfig, data: DataSets) -> Iterator[str]:
+    """What is allowed, and rarely meant: evaluation prompts that are trained on, in whatever file, and fewer prompts
+    than one step takes. White space and case do not count."""
+    trained = {_normalized(prompt) for prompt in data.train.prompts} if data.evaluation else set[int]()
+    for one in data.evaluation:
+        if number := sum(_normalized(prompt) in trained for prompt in one.prompts):
+            yield (
+                f"{number} of {len(one.prompts)} prompts of {one.key} are among those of task.train_path: their "
+                "accuracy says nothing of unseen problems; remove them from the training set"
             )
-    difficulties = np.array(column, np.float64)
-    return Curriculum(difficulties=-difficulties if by_pass_rate else difficulties, num_epochs=task.curriculum_epochs)
+    num_prompts, num_groups = len(data.train.prompts), cfg.trainer.groups_per_step
+    if num_prompts < num_groups:
+        yield (
+            f"task.train_path has {num_prompts} prompts, fewer than trainer.groups_per_step={num_groups}: every step "
+            "trains on some of them more than once"
+        )
 
 
-def pass_rates_of(task: TaskConfig, prompts: Sequence[Prompt]) -> PassRateFilter | None:
-    """None if the bounds let every pass rate in.
-
-    Raises:
-        DataError: a pass rate of the column is not in 0..1.
-    """
-    if not task.filters_pass_rate:
-        return None
-    bounds = PassRateBounds(
-        lowest=task.pass_rate_min,
-        highest=task.pass_rate_max,
-        retry_epochs=task.pass_rate_cooldown_epochs,
-        pass_threshold=task.pass_threshold,
-    )
-    return PassRateFilter(len(prompts), bounds, start=_known_rates(task, prompts))
+def _normalized(prompt: Prompt) -> int:
+    return hash(" ".join(prompt.text.casefold().split()))
 
 
-def _known_rates(task: TaskConfig, prompts: Sequence[Prompt]) -> dict[str, float]:
-    name, setting = task.pass_rate_column, "task.pass_rate_column"
-    if not name:
-        return {}
-    column = numbers(prompts, name, setting=setting)
-    rates = {p.prompt_id: rate for p, rate in zip(prompts, column, strict=True) if rate is not None}
-    for prompt_id, rate in rates.items():
-        if not 0 <= rate <= 1:
-            raise DataError(
-                f"prompt {prompt_id}: column {name!r} holds {rate:g}; {setting} names a column of shares, 0 to 1"
-            )
-    return rates
+# --- rewards ---
 
 
 def _check_reward(cfg: RunConfig, sample: Prompt) -> None:
@@ -314,22 +218,70 @@ def _check_reward(cfg: RunConfig, sample: Prompt) -> None:
 
 
 def _part_problems(cfg: RunConfig, reward: str, parts: Mapping[str, float]) -> Iterator[Problem]:
-    """What the estimator wants of the parts of a reward, against those of the trial call."""
-    algorithm, related = cfg.algorithm, ("task.reward.name",)
+    """What the estimator reads of the parts of a reward, against those of the trial call."""
+    algorithm, related = cfg.algorithm, "task.reward.name"
     if not traits_of(algorithm).uses_parts:
         return
     if not parts:
         message = f"reads the named parts of a reward, and {reward} returns none"
         hint = 'let it return a dict such as {"reward": total, "correct": .., "format": ..}, or use another estimator'
-        yield Problem(
-            key="algorithm.advantage_estimator",
-            value=algorithm.advantage_estimator,
-            message=message,
-            hint=hint,
-            related=related,
-        )
+        yield problem(cfg, "algorithm.advantage_estimator", message, hint, related)
         return
     for name in algorithm.gdpo_weights:
         if name not in parts:
             message = f"must name parts that {reward} returns: {', '.join(sorted(parts))}"
-            yield Problem(key="algorithm.gdpo_weights", value=name, message=message, related=related)
+            yield Problem(key="algorithm.gdpo_weights", value=name, message=message, related=(related,))
+
+
+# --- the order of training prompts ---
+
+
+def make_source(cfg: RunConfig, train: PromptSet, resumed: ResumePoint | None) -> PromptSource:
+    """The training prompts in their order, from the beginning or from a checkpoint. Raises DataError if a column does
+    not fit, no prompt is left, or the data is not that of the checkpoint."""
+    task = cfg.task
+    curriculum, pass_rates = curriculum_of(task, train.prompts), pass_rates_of(task, train.prompts)
+    source = PromptSource(train, seed=cfg.seed, shuffle=task.shuffle, curriculum=curriculum, pass_rates=pass_rates)
+    if resumed is not None:
+        source.load_state_dict(resumed.state["source"])
+    source.require_prompt()
+    return source
+
+
+def curriculum_of(task: TaskConfig, prompts: Sequence[Prompt]) -> Curriculum | None:
+    """None without a curriculum. Where pass rates show how hard a prompt is, a rare pass is hard. Raises DataError if a
+    prompt has no difficulty."""
+    if task.curriculum == "none":
+        return None
+    by_pass_rate = not task.difficulty_column
+    name = task.pass_rate_column if by_pass_rate else task.difficulty_column
+    setting = "task.pass_rate_column" if by_pass_rate else "task.difficulty_column"
+    column = numbers(prompts, name, setting=setting)
+    if (empty := next((p for p, value in zip(prompts, column, strict=True) if value is None), None)) is not None:
+        raise DataError(
+            f"prompt {empty.prompt_id}: column {name!r} ({setting}) is null; task.curriculum needs a number for every "
+            "prompt"
+        )
+    difficulties = np.array(column, np.float64)
+    return Curriculum(difficulties=-difficulties if by_pass_rate else difficulties, num_epochs=task.curriculum_epochs)
+
+
+def pass_rates_of(task: TaskConfig, prompts: Sequence[Prompt]) -> PassRateFilter | None:
+    """None if the bounds let every pass rate in. Raises DataError if one of the column is not in 0..1."""
+    if not task.filters_pass_rate:
+        return None
+    name, setting = task.pass_rate_column, "task.pass_rate_column"
+    column = numbers(prompts, name, setting=setting) if name else [None] * len(prompts)
+    rates = {p.prompt_id: rate for p, rate in zip(prompts, column, strict=True) if rate is not None}
+    for prompt_id, rate in rates.items():
+        if not 0 <= rate <= 1:
+            raise DataError(
+                f"prompt {prompt_id}: column {name!r} holds {rate:g}; {setting} names a column of shares, 0 to 1"
+            )
+    bounds = PassRateBounds(
+        lowest=task.pass_rate_min,
+        highest=task.pass_rate_max,
+        retry_epochs=task.pass_rate_cooldown_epochs,
+        pass_threshold=task.pass_threshold,
+    )
+    return PassRateFilter(len(prompts), bounds, start=rates)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from rollout.errors import DataError
+from trainer.config.field import value_text
 from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from trainer.config.schema import RunConfig
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def problem(config: RunConfig, key: str, message: str, hint: str = "", *related: str) -> Problem:
+    """`key` cannot have its value."""
+    return Problem(key=key, value=value_text(attrgetter(key)(config)), message=message, hint=hint, related=related)
 
 
 class Findings:
@@ -40,17 +49,17 @@ class Findings:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Each once; of the data they are put under `task`."""
+        """Each once; those of the data under `task`."""
         found: dict[str, Problem] = {}
         for error in self._errors:
             own = (
                 [Problem(key="task", value="", message=str(error))] if isinstance(error, DataError) else error.problems
             )
-            found.update({str(problem): problem for problem in own})
+            found.update({str(one): one for one in own})
         return tuple(found.values())
 
     def raise_if_any(self) -> None:
-        """An error that is alone is raised as it is."""
+        """A single error is raised as it is."""
         if len(self._errors) == 1:
             raise self._errors[0]
         if self._errors:

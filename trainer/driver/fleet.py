@@ -28,7 +28,7 @@ from rollout.fleet.states import EngineRecord, EngineView, FleetView, apply
 from rollout.worker.group_server import FLUSH_S
 from trainer.driver.engine_monitor import POLL_S, PROMPT_S, SILENCE_S, EngineIdleMeter, EngineProbe, load_metrics
 from trainer.errors import first_cause, one_line
-from trainer.remote import RemoteTimeout, call, cancel_call, kill_actor
+from trainer.remote import ACTOR_OUTPUT, RemoteTimeout, call, cancel_call, kill_actor
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 GROUP_GRACE_S = 60.0
 """A worker bounds generation and rewards itself; a live one has responded this much later."""
 TOO_SLOW = (
-    "generation or rewards take longer than their deadlines together, so look at its file in actor_logs/, or increase "
-    "rollout.request_timeout_s (task.agent_timeout_s with an agent) or task.reward.queue_timeout_s"
+    "generation or rewards take longer than their deadlines together: increase rollout.request_timeout_s "
+    f"(task.agent_timeout_s with an agent) or task.reward.queue_timeout_s; its output is in {ACTOR_OUTPUT}"
 )
-HANGS = "its process hangs; look at its file in actor_logs/"
+HANGS = f"its process hangs; its output is in {ACTOR_OUTPUT}"
 RESTART_RESET_S = 3600.0
 """What has been healthy for so long has all its restarts again: the few faults of a run of weeks must not add up."""
 WAIT_SLICE_S = 5.0
@@ -508,8 +508,8 @@ class Fleet:
             return
         reasons = "; ".join(f"{worker.name} {worker.lost}" for worker in self._workers)
         error = AllWorkersLost(
-            f"no rollout worker is left after {self._worker_policy.max_restarts} restarts of each ({reasons}); what "
-            "they printed is in actor_logs/; look at the memory of their host, and at your reward and agent loop"
+            f"no rollout worker is left after {self._worker_policy.max_restarts} restarts of each ({reasons}); "
+            f"their output is in {ACTOR_OUTPUT}; look at the memory of their host, and at your reward and agent loop"
         )
         if needs_groups:
             raise error
@@ -523,8 +523,8 @@ class Fleet:
             states = "; ".join(f"{name} is lost: {record.reason}" for name, record in self._table.items())
             raise AllEnginesLost(
                 f"no engine is left, and each had its {self._engine_policy.max_restarts} restarts "
-                f"(rollout.max_engine_restarts): {states}; what they printed is in actor_logs/; start again with the "
-                "same run_dir"
+                f"(rollout.max_engine_restarts): {states}; their output is in {ACTOR_OUTPUT}; start again with "
+                "the same run_dir"
             )
         for name, record in self._table.items():
             if record.is_there:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.config.rules import REFUSED_ENGINE_ARGS, longest_sequence
 from trainer.config.schema import model_paths
+from trainer.driver.findings import problem
 from trainer.errors import Problem
 
 if TYPE_CHECKING:
@@ -29,19 +30,14 @@ if TYPE_CHECKING:
 
 _DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".arrow")
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-)
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
 _MODEL_CONFIG = "config.json"
 
 
 def file_problems(config: RunConfig) -> list[Problem]:
     """Every file, directory, package or port that the run would need and cannot have."""
-    checks = (_run_dir, _models, _data, _reward, _engine_args, _resume, _wandb, _port)
+    checks = (_run_dir, _models, _data, _plugins, _engine_args, _resume, _wandb, _port)
     return [problem for check in checks for problem in check(config)]
 
 
@@ -51,108 +47,94 @@ def looks_local(name: str) -> bool:
 
 
 def _run_dir(config: RunConfig) -> Iterator[Problem]:
-    key, wanted = "run_dir", Path(config.run_dir or "runs")
+    wanted = Path(config.run_dir or "runs")
     if config.run_dir and wanted.exists() and not wanted.is_dir():
-        hint = "name a directory, new or of an earlier run"
-        yield Problem(key=key, value=str(wanted), message="is a file", hint=hint)
+        yield problem(config, "run_dir", "is a file", "name a directory, new or of an earlier run")
         return
     existing = next(parent for parent in [wanted, *wanted.absolute().parents] if parent.exists())
     try:
-        # Asking the file system is the only way to know: permissions do not tell about read-only mounts.
+        # Asking the file system is the only way to know: permissions do not show read-only mounts.
         Path(tempfile.mkdtemp(prefix=".tandem-", dir=existing)).rmdir()
     except OSError as error:
-        hint = "choose another directory with run_dir=PATH"
         message = f"cannot be written: {existing}: {error.strerror}"
-        yield Problem(key=key, value=config.run_dir or "runs", message=message, hint=hint)
+        yield Problem(
+            key="run_dir", value=str(wanted), message=message, hint="choose another directory with run_dir=PATH"
+        )
+
+
+# --- models ---
 
 
 def _models(config: RunConfig) -> Iterator[Problem]:
     """Critic and teacher have the policy's tokenizer, and count where they are used."""
-    model, algorithm = config.model, config.algorithm
+    algorithm, tokenizer = config.algorithm, config.model.tokenizer_path
     is_used = {"critic.path": algorithm.uses_critic, "algorithm.kl.reference_model": algorithm.kl.coef > 0}
     for key, path in model_paths(config).items():
-        if not is_used.get(key, True):
+        if not is_used.get(key, True) or path == "builtin:tiny":
             continue
         if path.startswith("builtin:"):
-            if path != "builtin:tiny":
-                yield Problem(key=key, value=path, message="the only built-in model is builtin:tiny")
+            yield problem(config, key, "the only built-in model is builtin:tiny")
         elif not path:
-            yield Problem(key=key, value='""', message="must name a model", hint="use builtin:tiny or a directory")
+            yield problem(config, key, "must name a model", "use builtin:tiny or a directory")
         elif looks_local(path):
-            yield from _model_directory(config, key, path)
-    if model.tokenizer_path and (model.tokenizer_path.startswith("builtin:") or looks_local(model.tokenizer_path)):
-        yield from _tokenizer_directory("model.tokenizer_path", Path(model.tokenizer_path))
+            yield from _model_directory(config, key, Path(path))
+    if tokenizer and (tokenizer.startswith("builtin:") or looks_local(tokenizer)):
+        yield from _tokenizer_directory(config, "model.tokenizer_path", Path(tokenizer))
 
 
-def _model_directory(config: RunConfig, key: str, path: str) -> Iterator[Problem]:
-    described, problems = _model_config(key, path)
-    yield from problems
-    is_policy = key == "model.path"
-    if is_policy and not config.model.tokenizer_path and (Path(path) / _MODEL_CONFIG).is_file():
-        yield from _tokenizer_directory(key, Path(path))
-    if not problems:
-        yield from (fit_problems if is_policy else context_problems)(config, _of_text(described), key=key)
-
-
-def _model_config(key: str, got: str) -> tuple[dict[str, Any], list[Problem]]:
-    """What the config.json of the model at a local path says, and what keeps it from being read."""
-    path = Path(got)
-    if not (path / _MODEL_CONFIG).is_file():
-        what = (
-            f"has no {_MODEL_CONFIG}" if path.is_dir() else "is not a directory" if path.exists() else "does not exist"
+def _model_directory(config: RunConfig, key: str, directory: Path) -> Iterator[Problem]:
+    file, is_policy = directory / _MODEL_CONFIG, key == "model.path"
+    if not file.is_file():
+        exists = "is not a directory" if directory.exists() else "does not exist"
+        message = f"has no {_MODEL_CONFIG}" if directory.is_dir() else exists
+        tiny = ", or builtin:tiny" if is_policy else ""
+        yield problem(
+            config, key, message, f"give the directory of a Hugging Face model, a hub name (owner/name){tiny}"
         )
-        related = ", or builtin:tiny" if key == "model.path" else ""
-        hint = f"give the directory of a Hugging Face model, a hub name (owner/name){related}"
-        return {}, [Problem(key=key, value=got, message=what, hint=hint)]
+        return
+    if is_policy and not config.model.tokenizer_path:
+        yield from _tokenizer_directory(config, key, directory)
     try:
-        described = json.loads((path / _MODEL_CONFIG).read_text(encoding="utf-8"))
+        described = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        what = f"its {_MODEL_CONFIG} cannot be read: {error}"
-        return {}, [Problem(key=key, value=got, message=what, hint="download the model again")]
-    return cast("dict[str, Any]", described) if isinstance(described, dict) else {}, []
+        yield problem(config, key, f"its {_MODEL_CONFIG} cannot be read: {error}", "download the model again")
+        return
+    if isinstance(described, dict):
+        nested = cast("dict[str, Any]", described).get("text_config")
+        yield from fit_problems(config, nested if isinstance(nested, dict) else described, key=key)  # pyright: ignore
+
+
+def _tokenizer_directory(config: RunConfig, key: str, path: Path) -> Iterator[Problem]:
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        message = f"has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})" if path.is_dir() else "does not exist"
+        yield problem(config, key, message, "set model.tokenizer_path to a tokenizer", "model.path")
 
 
 def fit_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
-    """What the engine would refuse only after it has started.
+    """What engine or learner would refuse only after it has started: heads that cannot be split, and a context that is
+    too short for prompt and response.
 
     Args:
-        text: the config of the text model that `key` names.
+        text: the config of the text model that `key` names. Engines have only the policy.
     """
-    yield from _parallel_problems(config.rollout.tensor_parallel_size, text, path=model_paths(config)[key])
-    yield from context_problems(config, text, key=key)
-
-
-def context_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
-    """Whether prompt and answer fit into the context of the model; `text` as for `fit_problems`."""
-    path = model_paths(config)[key]
-    context = text.get("max_position_embeddings")
-    scaled = any(_stretches_context(text.get(name)) for name in ("rope_scaling", "rope_parameters"))
-    longest = max(longest_sequence(config), config.rollout.max_model_len)
-    if isinstance(context, int) and longest > context and not scaled:
-        yield Problem(
-            key="rollout.max_response_tokens",
-            value=str(config.rollout.max_response_tokens),
-            message=f"prompt and answer need {longest} tokens, but the context of {path} has {context}",
-            hint="lower rollout.max_response_tokens, task.max_prompt_tokens or rollout.max_model_len",
-            related=("task.max_prompt_tokens", "rollout.max_model_len", key),
-        )
-
-
-def _of_text(described: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = described.get("text_config")
-    return cast("dict[str, Any]", nested) if isinstance(nested, dict) else described
-
-
-def _parallel_problems(parallel: int, text: Mapping[str, Any], *, path: str) -> Iterator[Problem]:
-    """Every device of an engine gets as many heads as any other; one of keys and values may be on several."""
+    path, parallel = model_paths(config)[key], config.rollout.tensor_parallel_size
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    message = ""
     if isinstance(heads, int) and heads % parallel:
         message = f"must divide the {heads} attention heads of {path}"
+    # Every device of an engine gets as many heads as any other; one of keys and values may be on several.
     elif isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % parallel and parallel % kv_heads:
         message = f"must divide the {kv_heads} key-value heads of {path}, or be a multiple of them"
-    else:
-        return
-    yield Problem(key="rollout.tensor_parallel_size", value=str(parallel), message=message, related=("model.path",))
+    if message and key == "model.path":
+        yield problem(config, "rollout.tensor_parallel_size", message, "", key)
+    context = text.get("max_position_embeddings")
+    is_stretched = any(_stretches_context(text.get(name)) for name in ("rope_scaling", "rope_parameters"))
+    longest = max(longest_sequence(config), config.rollout.max_model_len)
+    if isinstance(context, int) and longest > context and not is_stretched:
+        message = f"prompt and answer need {longest} tokens, but the context of {path} has {context}"
+        hint = "lower rollout.max_response_tokens, task.max_prompt_tokens or rollout.max_model_len"
+        related = ("task.max_prompt_tokens", "rollout.max_model_len", key)
+        yield problem(config, "rollout.max_response_tokens", message, hint, *related)
 
 
 def _stretches_context(rope: Any) -> bool:
@@ -160,48 +142,41 @@ def _stretches_context(rope: Any) -> bool:
     return isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default"  # pyright: ignore
 
 
-def _tokenizer_directory(key: str, path: Path) -> Iterator[Problem]:
-    if any((path / name).is_file() for name in _TOKENIZER_FILES):
-        return
-    what = f"has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})" if path.is_dir() else "does not exist"
-    yield Problem(
-        key=key, value=str(path), message=what, hint="set model.tokenizer_path to a tokenizer", related=("model.path",)
-    )
+# --- data, plug-ins, checkpoints ---
 
 
 def _data(config: RunConfig) -> Iterator[Problem]:
     task = config.task
     for key, name in {"task.train_path": task.train_path, **task.held_out_paths}.items():
-        if name.startswith("builtin:"):
-            if name != "builtin:arithmetic":
-                yield Problem(key=key, value=name, message="the only built-in task is builtin:arithmetic")
-            continue
         is_file = name.endswith(_DATA_SUFFIXES) or task.reader in {"jsonl", "parquet"}
-        if name and (is_file or looks_local(name)) and not Path(name).exists():
+        if not name or name == "builtin:arithmetic":
+            continue
+        if name.startswith("builtin:"):
+            yield Problem(key=key, value=name, message="the only built-in task is builtin:arithmetic")
+        elif (is_file or looks_local(name)) and not Path(name).exists():
             hint = "give a file, a directory, a hub name (owner/name) or builtin:arithmetic"
             yield Problem(key=key, value=name, message="does not exist", hint=hint, related=("task.reader",))
 
 
-def _reward(config: RunConfig) -> Iterator[Problem]:
-    file, colon, function = config.task.reward.name.rpartition(":")
-    if not colon or not file.endswith(".py"):
-        return
-    key, got = "task.reward.name", config.task.reward.name
-    if not Path(file).is_file():
-        yield Problem(
-            key=key, value=got, message=f"the file {file} does not exist", hint="give path/to/file.py:function"
-        )
-    elif not function.isidentifier():
-        yield Problem(key=key, value=got, message=f"{function!r} is not the name of a function")
+def _plugins(config: RunConfig) -> Iterator[Problem]:
+    for key, value in {"task.reward.name": config.task.reward.name, "task.agent": config.task.agent}.items():
+        file, colon, name = value.rpartition(":")
+        if not colon or not file.endswith(".py"):
+            continue
+        if not Path(file).expanduser().is_file():
+            yield problem(config, key, f"the file {file} does not exist", "give path/to/file.py:function")
+        elif not name.isidentifier():
+            yield problem(config, key, f"{name!r} is not the name of a function")
 
 
 def _resume(config: RunConfig) -> Iterator[Problem]:
     resume = config.checkpoint.resume
-    if resume in {"auto", "never"}:
-        return
-    if not resume or not Path(resume).is_dir():
+    if resume not in {"auto", "never"} and (not resume or not Path(resume).is_dir()):
         hint = "use auto, never, or the directory of a checkpoint (run_dir/checkpoints/step_N)"
-        yield Problem(key="checkpoint.resume", value=resume or '""', message="is not a directory", hint=hint)
+        yield problem(config, "checkpoint.resume", "is not a directory", hint)
+
+
+# --- packages and ports ---
 
 
 def _engine_args(config: RunConfig) -> Iterator[Problem]:
@@ -209,12 +184,11 @@ def _engine_args(config: RunConfig) -> Iterator[Problem]:
     if known is None:
         return
     for name, value in config.rollout.engine_args.items():
-        if name in known or name in REFUSED_ENGINE_ARGS:
-            continue
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else "see the arguments of vllm.AsyncEngineArgs"
-        message = f"must hold arguments of vLLM's engine alone: it has no {name}"
-        yield Problem(key="rollout.engine_args", value=f"{name}: {value}", message=message, hint=hint)
+        if name not in known and name not in REFUSED_ENGINE_ARGS:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "see the arguments of vllm.AsyncEngineArgs"
+            message = f"must hold arguments of vLLM's engine alone: it has no {name}"
+            yield Problem(key="rollout.engine_args", value=f"{name}: {value}", message=message, hint=hint)
 
 
 def _fields_of_engine_args() -> set[str] | None:
@@ -234,10 +208,9 @@ def _fields_of_engine_args() -> set[str] | None:
 
 def _wandb(config: RunConfig) -> Iterator[Problem]:
     if config.telemetry.wandb and importlib.util.find_spec("wandb") is None:
+        message = "needs the package wandb, which is not installed"
         hint = 'pip install "tandem-rl[wandb]", or use telemetry.wandb=false'
-        yield Problem(
-            key="telemetry.wandb", value="true", message="needs the package wandb, which is not installed", hint=hint
-        )
+        yield problem(config, "telemetry.wandb", message, hint)
 
 
 def _port(config: RunConfig) -> Iterator[Problem]:
@@ -251,4 +224,4 @@ def _port(config: RunConfig) -> Iterator[Problem]:
             probe.bind(("", port))
         except OSError as error:
             message = f"cannot be used: {os.strerror(error.errno or 0)}"
-            yield Problem(key="learner.port", value=str(port), message=message, hint="use another, or 0 for a free one")
+            yield problem(config, "learner.port", message, "use another, or 0 for a free one")

@@ -1,4 +1,4 @@
-"""Which node and device each actor is given."""
+"""What each actor takes and which node it goes to: pure functions over plain values."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.rules import pairing_problems
+from trainer.driver.findings import problem
 from trainer.errors import ConfigurationError, Problem
 from weight_sync.device.select import names_by_resource
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 ROLLOUT_WORKER_CPUS = 0.5
 """Rollout workers wait most of the time; two share a core."""
 RESTARTED = "_restart_"
-"""Between the name of a replica and the number of its restart, in the name of the actor that takes its place."""
+"""Between the name of an actor and the number of its restart, in the name of the actor that replaces it."""
 SIZES = "learner.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size"
 _ROUNDING = 1e-6
 """Ray counts resources in ten-thousandths; sums of such floats are not exact."""
@@ -31,36 +32,49 @@ Bundle = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Resources of each kind of actor, as keyword arguments for `actor.options(...)`."""
+    """What every actor of a run takes, and where it goes."""
 
-    learner: dict[str, Any]
-    engine: dict[str, Any]
-    rollout_worker: dict[str, Any]
-    num_devices: int
-    """Accelerators needed in all; 0 on a backend whose devices are not a Ray resource."""
-    num_cpus: float
-    """Logical CPUs needed in all."""
-    is_paired: bool = False
-    """Engines compute on the learners' devices."""
-    seats: Mapping[str, Any] = field(default_factory=dict)
-    """Name of an actor -> what Ray calls its scheduling strategy. Empty on a private cluster, which is one node."""
+    bundles: Mapping[str, Bundle]
+    """By name of the actor: learners in order of rank, then engines, then rollout workers."""
+    units: Sequence[Sequence[str]]
+    """Names of actors that must share a node: an engine and the learners whose devices it uses. Others are alone."""
+    strategies: Mapping[str, Any] = field(default_factory=dict)
+    """Name of an actor -> its scheduling strategy in Ray. Empty on a private cluster, which is one node."""
     engine_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Name of an engine -> variables that show it the devices of the learners it shares them with. Empty where engines
-    have devices of their own, which Ray shows them."""
+    """Name of an engine -> variables that show it the devices it shares with learners. Empty where engines have
+    separate devices, which Ray shows them."""
+
+    @property
+    def is_paired(self) -> bool:
+        """Engines compute on the learners' devices."""
+        return len(self.units) < len(self.bundles)
+
+    @property
+    def num_cpus(self) -> float:
+        """Logical CPUs of all actors together."""
+        return sum(bundle["CPU"] for bundle in self.bundles.values())
+
+    @property
+    def num_devices(self) -> int:
+        """Accelerators of all actors together; 0 on a backend whose devices are not a Ray resource."""
+        return int(sum(sum(bundle.values()) - bundle["CPU"] for bundle in self.bundles.values()))
 
     def options(self, name: str) -> dict[str, Any]:
-        """Keyword arguments for `.options(...)` of the actor `name`: what it needs, and where it sits.
-
-        A restarted engine sits where the one sat that it replaces.
-        """
+        """Resources and node of the actor `name`, as keyword arguments for `actor.options(...)`. A restarted engine
+        gets those of the one that it replaces."""
         original = _original(name)
-        seat = self.seats.get(original)
-        kinds = {"learner": self.learner, "replica": self.engine, "rollout_worker": self.rollout_worker}
-        needs = kinds[original.rpartition("_")[0]]
-        return needs if seat is None else {**needs, "scheduling_strategy": seat}
+        rest = dict(self.bundles[original])
+        options: dict[str, Any] = {"num_cpus": rest.pop("CPU")}
+        if "GPU" in rest:
+            options["num_gpus"] = rest.pop("GPU")
+        if rest:
+            options["resources"] = rest
+        if original in self.strategies:
+            options["scheduling_strategy"] = self.strategies[original]
+        return options
 
     def env(self, name: str) -> Mapping[str, str]:
-        """Variables of the actor `name` that depend on where it sits."""
+        """Variables of the actor `name` that depend on its place."""
         return self.engine_env.get(_original(name), {})
 
 
@@ -76,186 +90,94 @@ class Node:
 
 
 def plan_placement(cfg: RunConfig, *, resource: str | None) -> Placement:
-    """Resources for the actors of a run. `resource` is what Ray calls one device; None means plain CPUs.
-
-    Raises:
-        ConfigurationError: learners and engines cannot share devices in these numbers.
-    """
-    ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
-    threads = cfg.device.cpu_threads
+    """What the actors of a run take. `resource` is what Ray calls one device; None means plain CPUs. Raises
+    ConfigurationError if learners and engines cannot share devices in these numbers."""
+    replicas, tp, threads = cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size, cfg.device.cpu_threads
+    shared: list[list[str]] = []
     if resource is None:
-        learner, engine = {"num_cpus": threads}, {"num_cpus": threads * tp}
-        num_devices, compute_cpus = 0, threads * (ranks + replicas * tp)
+        learner, engine = {"CPU": threads}, {"CPU": threads * tp}
     else:
         if unpaired := list(pairing_problems(cfg)):
             raise ConfigurationError(unpaired)
-        # On shared devices Ray counts the learner alone: it knows no actor with halves of several devices.
-        own = 0 if cfg.mode.shares_devices else tp
-        learner, engine = _devices(resource, 1), _devices(resource, own)
-        num_devices, compute_cpus = ranks + replicas * own, ranks + replicas
-    return Placement(
-        learner=learner,
-        engine=engine,
-        is_paired=cfg.mode.shares_devices and resource is not None,
-        rollout_worker={"num_cpus": ROLLOUT_WORKER_CPUS},
-        num_devices=num_devices,
-        num_cpus=compute_cpus + ROLLOUT_WORKER_CPUS * cfg.rollout.num_workers,
-    )
+        learner, engine = {"CPU": 1, resource: 1}, {"CPU": 1, resource: tp}
+        if cfg.mode.shares_devices:
+            engine = {"CPU": 1}  # Ray counts the learner alone: it knows no actor with halves of several devices
+            shared = [[*(f"learner_{rank}" for rank in ranks_of(i, cfg)), f"replica_{i}"] for i in range(replicas)]
+    bundles: dict[str, Bundle] = {
+        **{f"learner_{rank}": learner for rank in range(cfg.learner.num_ranks)},
+        **{f"replica_{index}": engine for index in range(replicas)},
+        **{f"rollout_worker_{index}": {"CPU": ROLLOUT_WORKER_CPUS} for index in range(cfg.rollout.num_workers)},
+    }
+    together = {name for unit in shared for name in unit}
+    return Placement(bundles=bundles, units=[*shared, *([name] for name in bundles if name not in together)])
+
+
+def ranks_of(replica: int, cfg: RunConfig) -> range:
+    """The learner ranks whose devices an engine uses, where devices are shared."""
+    tp = cfg.rollout.tensor_parallel_size
+    return range(replica * tp, (replica + 1) * tp)
 
 
 def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_devices: int, where: str) -> None:
     """Raises ConfigurationError if more accelerators are asked for than `where` (this host, the cluster) has."""
-    if placement.num_devices <= num_devices:
-        return
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
-    is_shared = placement.is_paired
-    raise ConfigurationError(
-        [
-            Problem(
-                key="learner.num_ranks" if is_shared else SIZES,
-                value=str(ranks) if is_shared else f"{ranks} + {replicas} * {tp} = {placement.num_devices}",
-                message=f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}",
-                hint="ask for fewer ranks or replicas, or show more devices",
-            )
-        ]
-    )
+    key, value = SIZES, f"{ranks} + {replicas} * {tp} = {placement.num_devices}"
+    if placement.is_paired:
+        key, value = "learner.num_ranks", str(ranks)
+    if placement.num_devices > num_devices:
+        message = f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}"
+        hint = "ask for fewer ranks or replicas, or show more devices"
+        raise ConfigurationError([Problem(key=key, value=value, message=message, hint=hint)])
 
 
 def check_cpus(cfg: RunConfig, placement: Placement) -> None:
     """Raises ConfigurationError if the private cluster would have fewer CPUs than the actors take: some would wait for
     the others to end."""
-    num_cpus = cfg.ray.num_cpus
-    if num_cpus == 0 or num_cpus >= placement.num_cpus - _ROUNDING:
-        return
-    message = f"must be at least {placement.num_cpus:g}, which all actors take together, or 0 for as many as they take"
-    hint = "CPUs are counted, not pinned: raise it, leave it out, or ask for fewer ranks, replicas or rollout workers"
-    raise ConfigurationError([Problem(key="ray.num_cpus", value=str(num_cpus), message=message, hint=hint)])
+    needed, num_cpus = placement.num_cpus, cfg.ray.num_cpus
+    if 0 < num_cpus < needed - _ROUNDING:
+        message = f"must be at least {needed:g}, which all actors take together, or 0 for as many as they take"
+        hint = "CPUs are counted, not pinned: raise it, leave it out, or ask for fewer ranks, replicas or workers"
+        raise ConfigurationError([problem(cfg, "ray.num_cpus", message, hint)])
 
 
-def check_device_is_named(cfg: RunConfig, *, backend: str, resource: str | None, there: Mapping[str, float]) -> None:
+def check_device_is_named(cfg: RunConfig, *, backend: str, resource: str | None, there: Bundle) -> None:
     """Raises ConfigurationError if `device=auto` found no accelerator here and the cluster, which has `there`, does."""
     names = names_by_resource()
     found = {name: num for name, num in there.items() if name in names and num}
-    if cfg.device.name != "auto" or resource is not None or not found:
-        return
-    choices = [f"device={name}" for resource in found for name in names[resource]]
-    raise ConfigurationError(
-        [
-            Problem(
-                key="device",
-                value=f"auto, which is {backend} on the driver's host",
-                message=f"the Ray cluster has {_text(found)}, and auto looks at the driver's host alone",
-                hint=f"say which the run takes: {' or '.join(choices)}; device={backend} leaves them idle",
-                related=("ray.address",),
-            )
-        ]
-    )
+    if found and cfg.device.name == "auto" and resource is None:
+        value = f"auto, which is {backend} on the driver's host"
+        message = f"the Ray cluster has {_text(found)}, and auto looks at the driver's host alone"
+        choices = " or ".join(f"device={name}" for resource in found for name in names[resource])
+        hint = f"set the device to use: {choices}; device={backend} leaves them idle"
+        raise ConfigurationError(
+            [Problem(key="device", value=value, message=message, hint=hint, related=("ray.address",))]
+        )
 
 
-def _original(name: str) -> str:
-    """The actor that `name` takes the place of, or `name`."""
-    return name.partition(RESTARTED)[0]
-
-
-def ranks_beside(replica: int, cfg: RunConfig) -> range:
-    """The learner ranks on whose devices an engine computes, where devices are shared."""
-    tp = cfg.rollout.tensor_parallel_size
-    return range(replica * tp, (replica + 1) * tp)
-
-
-def _beside(replica: int, cfg: RunConfig) -> list[str]:
-    return [*(f"learner_{rank}" for rank in ranks_beside(replica, cfg)), f"replica_{replica}"]
-
-
-def shared_visibility(seen: Sequence[str]) -> str:
-    """What an engine has to see to compute on the devices of several learners, from what each of them sees.
-
-    A list of devices begins with the process's own; some backends show the others after it.
-
-    Example: `["2", "3"]` -> `"2,3"`; `["2,0,1,3", "3,0,1,2"]` -> `"2,3,0,1"`
-    """
-    lists = [text.split(",") for text in seen]
-    own = [devices[0] for devices in lists]
-    others = [device for devices in lists for device in devices if device not in own]
-    return ",".join(dict.fromkeys([*own, *others]))
-
-
-def _devices(resource: str, count: int) -> dict[str, Any]:
-    if count == 0:
-        return {"num_cpus": 1}
-    if resource == "GPU":
-        return {"num_gpus": count, "num_cpus": 1}
-    return {"resources": {resource: count}, "num_cpus": 1}
-
-
-# --- nodes ------------------------------------------------------------------------------------------------------------
-
-
-def bundle_of(options: Mapping[str, Any]) -> Bundle:
-    """Keyword arguments of `actor.options` as Ray writes the resources of a placement group.
-
-    Example: `{"num_gpus": 4, "num_cpus": 1}` -> `{"CPU": 1.0, "GPU": 4.0}`
-    """
-    found = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
-    return {name: float(amount) for name, amount in sorted(found.items()) if amount}
-
-
-def bundles_by_actor(cfg: RunConfig, placement: Placement) -> dict[str, Bundle]:
-    """What every actor of the run takes, by its name: learners in order of rank, then engines, then rollout workers."""
-    counts = {
-        "learner": cfg.learner.num_ranks,
-        "replica": cfg.rollout.num_replicas,
-        "rollout_worker": cfg.rollout.num_workers,
-    }
-    names = [f"{kind}_{index}" for kind, count in counts.items() for index in range(count)]
-    return {name: bundle_of(placement.options(name)) for name in names}
-
-
-def units_of(cfg: RunConfig, placement: Placement) -> list[list[str]]:
-    """Names of actors that have to be on one node, together: an engine and the learners whose devices it computes on.
-    Each of the others is alone."""
-    together = [_beside(replica, cfg) for replica in range(cfg.rollout.num_replicas)] if placement.is_paired else []
-    seated = {name for unit in together for name in unit}
-    return [*together, *([name] for name in bundles_by_actor(cfg, placement) if name not in seated)]
-
-
-def assign_free_nodes(
-    cfg: RunConfig, placement: Placement, nodes: Sequence[Node], free: Mapping[str, Bundle]
-) -> dict[str, str]:
-    """As `assign_nodes`, by what `free` has for the id of a node; where that does not do, by all that the nodes have.
-
-    Raises:
-        ConfigurationError: the nodes would be too small with nobody else on them.
-    """
-    now = [replace(node, resources=free.get(node.node_id, {})) for node in nodes]
+def assign_free_nodes(placement: Placement, nodes: Sequence[Node], free: Mapping[str, Bundle]) -> dict[str, str]:
+    """As `assign_nodes`, by what is `free` on each node id; where that is not enough, by all that the nodes have."""
     try:
-        return assign_nodes(cfg, placement, now)
+        return assign_nodes(placement, [replace(node, resources=free.get(node.node_id, {})) for node in nodes])
     except ConfigurationError:
-        return assign_nodes(cfg, placement, nodes)
+        return assign_nodes(placement, nodes)
 
 
-def assign_nodes(cfg: RunConfig, placement: Placement, nodes: Sequence[Node]) -> dict[str, str]:
+def assign_nodes(placement: Placement, nodes: Sequence[Node]) -> dict[str, str]:
     """Name of an actor -> id of its node.
 
     - Learners share few nodes, the driver's first: their collectives are the busiest traffic. Not every set of nodes
-      is tried (`_learner_orders`), so among nodes of unlike sizes fewer might have done.
+      is tried (`_learner_orders`), so among nodes of different sizes fewer might have been enough.
     - An engine with all its devices is on one node. Engines are spread: each goes where the fewest are.
-    - On shared devices an engine sits beside its learners, all of them on one node.
+    - On shared devices an engine and its learners are on one node.
     - Rollout workers are on the driver's node while it has room: without that node there is no run anyway.
 
     Raises:
-        ConfigurationError: they do not fit; says what is asked for and what every node has.
+        ConfigurationError: they do not fit; names what is asked for and what every node has.
     """
-    bundles = bundles_by_actor(cfg, placement)
-    engines_first = sorted(bundles, key=lambda name: not name.startswith("replica_"))
     for order in _learner_orders(nodes):
-        seats = _Seats(nodes)
-        shared = [unit for unit in units_of(cfg, placement) if len(unit) > 1]
-        fits = all(seats.take_together({name: bundles[name] for name in unit}, order) for unit in shared)
-        names = engines_first if order is None else list(bundles)
-        if fits and all(seats.take(name, bundles[name], order) for name in names if name not in seats.taken):
-            return seats.taken
-    raise ConfigurationError([_does_not_fit(bundles, nodes)])
+        if (chosen := _fill(placement, nodes, order)) is not None:
+            return chosen
+    raise ConfigurationError([_does_not_fit(placement.bundles, nodes)])
 
 
 def _learner_orders(nodes: Sequence[Node]) -> Iterator[list[str] | None]:
@@ -269,51 +191,46 @@ def _learner_orders(nodes: Sequence[Node]) -> Iterator[list[str] | None]:
     yield None
 
 
-class _Seats:
-    """Nodes that fill up."""
-
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self.taken: dict[str, str] = {}
-        self._free = {node.node_id: Counter[str](node.resources) for node in nodes}
-        self._driver = {node.node_id: node.is_driver for node in nodes}
-        self._num_engines: Counter[str] = Counter()
-        self._num_learners: Counter[str] = Counter()
-
-    def take_together(self, bundles: Mapping[str, Bundle], order: list[str] | None) -> bool:
-        """Put these actors on one node, the first of `order` with room for all; False if there is none."""
-        needed: Counter[str] = Counter()
-        for bundle in bundles.values():
-            needed.update(bundle)
-        nodes = self._free if order is None else order
-        node = next((node for node in nodes if _covers(self._free[node], needed)), None)
-        if node is None:
-            return False
-        self.taken |= dict.fromkeys(bundles, node)
-        self._free[node].subtract(needed)
-        return True
-
-    def take(self, name: str, bundle: Bundle, learner_order: list[str] | None) -> bool:
-        """Put the actor where it belongs; False if there is no room."""
-        fitting = [node for node, free in self._free.items() if _covers(free, bundle)]
-        match name.rpartition("_")[0]:
+def _fill(placement: Placement, nodes: Sequence[Node], learner_order: list[str] | None) -> dict[str, str] | None:
+    """As `assign_nodes`, with learners on the nodes of `learner_order` alone; None if a unit finds no room."""
+    free = {node.node_id: Counter[str](node.resources) for node in nodes}
+    driver = next((node.node_id for node in nodes if node.is_driver), None)
+    chosen: dict[str, str] = {}
+    count = Counter[tuple[str, str]]()  # (kind, node)
+    units = placement.units
+    if learner_order is None:
+        units = sorted(units, key=lambda unit: not unit[0].startswith("replica_"))
+    for unit in units:
+        needed = Counter[str]()
+        for name in unit:
+            needed.update(placement.bundles[name])
+        fitting = [node for node, there in free.items() if _covers(there, needed)]
+        match kind := kind_of(unit[0]):  # of engines that share devices: that of their learners
             case "learner":
-                order = list(self._free) if learner_order is None else learner_order
-                node = next((node for node in order if node in fitting), None)
-                counter = self._num_learners
+                message = free if learner_order is None else learner_order
+                node = next((node for node in message if node in fitting), None)
             case "replica":
-                node = min(fitting, key=lambda n: (self._num_engines[n], self._num_learners[n]), default=None)
-                counter = self._num_engines
+                node = min(fitting, key=lambda n: (count["replica", n], count["learner", n]), default=None)
             case "rollout_worker":
-                node = min(fitting, key=lambda n: (not self._driver[n], -self._free[n]["CPU"]), default=None)
-                counter = Counter[str]()
-            case kind:
-                raise ValueError(f"no actor is a {kind}, got {name}")
+                node = min(fitting, key=lambda n: (n != driver, -free[n]["CPU"]), default=None)
+            case _:
+                raise ValueError(f"no actor is a {kind}, got {unit[0]}")
         if node is None:
-            return False
-        self.taken[name] = node
-        counter[node] += 1
-        self._free[node].subtract(bundle)
-        return True
+            return None
+        count[kind, node] += 1
+        free[node].subtract(needed)
+        chosen |= dict.fromkeys(unit, node)
+    return chosen
+
+
+def kind_of(name: str) -> str:
+    """`learner`, `replica` or `rollout_worker`, of the name of an actor."""
+    return name.rpartition("_")[0]
+
+
+def _original(name: str) -> str:
+    """The actor that `name` replaces, or `name`."""
+    return name.partition(RESTARTED)[0]
 
 
 def _covers(free: Bundle, bundle: Bundle) -> bool:
@@ -339,11 +256,8 @@ def _does_not_fit(bundles: Mapping[str, Bundle], nodes: Sequence[Node]) -> Probl
 
 def describe_bundles(bundles: Mapping[str, Bundle]) -> str:
     """Example: `2 learners of 1 CPU + 1 GPU, 1 replica of 1 CPU + 4 GPU`"""
-    counts = Counter((name.rpartition("_")[0], _text(bundle)) for name, bundle in bundles.items())
-    return ", ".join(
-        f"{count} {kind.replace('_', ' ')}{'' if count == 1 else 's'} of {text}"
-        for (kind, text), count in counts.items()
-    )
+    counts = Counter((kind_of(name).replace("_", " "), _text(bundle)) for name, bundle in bundles.items())
+    return ", ".join(f"{count} {kind}{'' if count == 1 else 's'} of {text}" for (kind, text), count in counts.items())
 
 
 def describe_nodes(nodes: Sequence[Node]) -> str:
@@ -364,15 +278,13 @@ def describe_idle_devices(
 
     Example: `8 of 24 GPU; 3 on 10.0.0.1, 6 on 10.0.0.2, 7 on 10.0.0.3 stay idle`
     """
-    used: Counter[str] = Counter()
+    used = Counter[str]()
     for name, node_id in chosen.items():
         used[node_id] += round(bundles[name].get(resource, 0.0))
-    there = {node.node_id: round(node.resources.get(resource, 0.0)) for node in nodes}
-    idle = [(node.address, num) for node in nodes if (num := there[node.node_id] - used[node.node_id]) > 0]
-    if not idle:
-        return None
-    places = ", ".join(f"{num} on {address}" for address, num in idle)
-    return f"{used.total()} of {sum(there.values())} {resource}; {places} stay idle"
+    total = sum(round(node.resources.get(resource, 0.0)) for node in nodes)
+    idle = {node.address: round(node.resources.get(resource, 0.0)) - used[node.node_id] for node in nodes}
+    places = ", ".join(f"{num} on {address}" for address, num in idle.items() if num > 0)
+    return f"{used.total()} of {total} {resource}; {places} stay idle" if places else None
 
 
 def _text(bundle: Bundle) -> str:

@@ -22,12 +22,15 @@ from trainer.algorithms.group_filter import own_group_filter
 from trainer.config.algorithm import traits_of
 from trainer.config.own_function import is_own, load_own
 from trainer.config.rules import estimator_problems
-from trainer.driver.actors import make_source, why_engines_read_weights
+from trainer.driver.actors import why_engines_read_weights
 from trainer.driver.checkpointing import ResumePoint, find_resume_point
-from trainer.driver.datasets import DataSets, check_data
-from trainer.driver.findings import Findings
+from trainer.driver.datasets import DataSets, check_data, data_warnings, make_source
+from trainer.driver.findings import Findings, problem
 from trainer.driver.models import (
+    ModelInfo,
     hub_problems,
+    lost_characters,
+    model_problems,
     policy_tokenizer,
     read_models,
     teacher_problems,
@@ -56,87 +59,74 @@ _PIN = re.compile(r"torch\s*\(?==\s*([^\s;)]+)")
 """In the metadata of torchvision."""
 _PUBLISHED_BUILD = re.compile(r"[a-z]{2,4}[\d.]*")
 """The label of a wheel of the download index; those that others build carry hashes, which may differ."""
-_REACH_S = 5.0
+_REACH_TIMEOUT_S = 5.0
 """For a connection to the head of a Ray cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """What a run is built from, all of it known to work."""
+    """What a run is made of, all of it known to work."""
 
     backend: Backend
     placement: Placement
     inputs: DataSets
+    models: Mapping[str, ModelInfo]
+    """By configuration key."""
     resumed: ResumePoint | None
 
 
 def preflight(cfg: RunConfig) -> PreflightResult:
-    """Check packages, devices, models, checkpoint, data and reward. Blocking; call it in the main thread, outside a
-    loop.
-
-    Raises:
-        ConfigurationError, DataError: with everything that is wrong. Nothing is left behind.
-    """
+    """Check packages, devices, models, checkpoint, data and reward; nothing is left behind. Blocking: call it in the
+    main thread, outside a loop. Raises ConfigurationError or DataError with everything that is wrong."""
     found = Findings()
     found.add(engine_package_problems())
     found.add(torchvision_problems())
     found.raise_if_any()  # what follows imports them
-    placement = None
-    if (backend := found.attempt(_backend, cfg)) is not None:
+    backend, placement = found.attempt(_backend, cfg), None
+    if backend is not None:
         found.add(_sleep_problems(cfg, backend))
         placement = found.attempt(_placement, cfg, backend)
-    found.add(_ray_address_problems(cfg.ray.address))
-    inputs, resumed = _check_inputs(cfg, found, is_device_here=True)
+    found.add(_ray_address_problems(cfg))
+    inputs, models, resumed = _check_inputs(cfg, found, backend)
     found.raise_if_any()
     assert backend is not None and placement is not None and inputs is not None
-    return PreflightResult(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
+    return PreflightResult(backend=backend, placement=placement, inputs=inputs, models=models, resumed=resumed)
 
 
-def check_inputs(cfg: RunConfig) -> DataSets:
-    """All of `preflight` that does not depend on the devices of the run and the package of its engines.
-
-    Raises:
-        ConfigurationError, DataError: as `preflight`.
-    """
+def check_inputs(cfg: RunConfig) -> tuple[DataSets, Mapping[str, ModelInfo]]:
+    """All of `preflight` that does not depend on the devices of the run and the package of its engines. Raises as
+    `preflight`."""
     found = Findings()
     found.add(torchvision_problems())
     found.raise_if_any()
-    inputs, _ = _check_inputs(cfg, found, is_device_here=False)
+    inputs, models, _ = _check_inputs(cfg, found, None)
     found.raise_if_any()
     assert inputs is not None
-    return inputs
+    return inputs, models
 
 
-def look_again(cfg: RunConfig, checked: PreflightResult, checkpoints: Path) -> PreflightResult:
+def recheck_resume(cfg: RunConfig, checked: PreflightResult, checkpoints: Path) -> PreflightResult:
     """`checked` with the checkpoint that is the newest one now that the run directory is ours: while `preflight` read
-    the data, a process that was about to end may have saved one more there, and deleted the one that it found.
-
-    Args:
-        checkpoints: of the run directory.
-
-    Raises:
-        ConfigurationError, DataError: as `preflight`.
-    """
+    the data, a process that was about to end may have saved one more there, and deleted the one that it found. Raises
+    as `preflight`."""
     resumed = find_resume_point(cfg, checkpoints)
     make_source(cfg, checked.inputs.train, resumed)  # raises if the data is not that of the checkpoint
     return replace(checked, resumed=resumed)
 
 
 def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:
-    """Logs where weights come from, how many prompts there are, and what was left out: while they are loaded there is
-    no log yet."""
+    """Logs where weights come from, how many prompts there are, and the notes: while they are loaded there is no log
+    yet."""
     main, *further = [len(one.prompts) for one in inputs.evaluation] or [0]
-    related = "".join(f", {one.name} {num}" for one, num in zip(inputs.evaluation[1:], further, strict=True))
-    log.info("%d training prompts, %d held out%s", len(inputs.train.prompts), main, related)
-    for text in inputs.left_out:
+    more = "".join(f", {one.name} {num}" for one, num in zip(inputs.evaluation[1:], further, strict=True))
+    log.info("%d training prompts, %d held out%s", len(inputs.train.prompts), main, more)
+    for text in inputs.notes:
         log.warning(text, extra=FILE_ONLY)
     if cfg.task.reward.column:
         by_reward = Counter(prompt.reward if prompt.reward else cfg.task.reward.name for prompt in inputs.prompts)
         log.info("prompts by reward: %s", ", ".join(f"{name} {count}" for name, count in by_reward.most_common()))
-    log.info(
-        "weights: %s",
-        f"drawn from seed {cfg.seed}" if cfg.model.random_weights else f"those of {cfg.model.path}",
-    )
+    drawn, path = f"drawn from seed {cfg.seed}", cfg.model.path
+    log.info("weights: %s", drawn if cfg.model.random_weights else f"those of {path}")
 
 
 # --- packages ---
@@ -159,7 +149,7 @@ def engine_package_problems() -> Iterator[Problem]:
 
 def torchvision_problems() -> Iterator[Problem]:
     """A torchvision built for another torch makes `import transformers` and `import vllm` fail far from the cause. Its
-    metadata says which torch it was built for; neither is imported, which would take seconds."""
+    metadata names the torch that it was built for; neither is imported, which would take seconds."""
     torch, torchvision = _version_of("torch"), _version_of("torchvision")
     if torch is None or torchvision is None:
         return
@@ -179,8 +169,8 @@ def torchvision_problems() -> Iterator[Problem]:
 
 def _peft_problems(cfg: RunConfig) -> Iterator[Problem]:
     if cfg.model.lora.rank and importlib.util.find_spec("peft") is None:
-        message, hint = "needs PEFT, which is not installed", 'install it with pip install "tandem-rl[lora]"'
-        yield Problem(key="model.lora.rank", value=str(cfg.model.lora.rank), message=message, hint=hint)
+        hint = 'install it with pip install "tandem-rl[lora]"'
+        yield problem(cfg, "model.lora.rank", "needs PEFT, which is not installed", hint)
 
 
 def _version_of(distribution: str) -> str | None:
@@ -194,13 +184,13 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _backend(cfg: RunConfig) -> Backend:
-    """On a cluster that is joined, a device that is named need not be here: learners and engines have to see it."""
+    """On a joined cluster, a named device need not be here: learners and engines have to see it."""
     name, is_elsewhere = cfg.device.name, cfg.ray.address != "local" and cfg.device.name != "auto"
     try:
         backend = (build if is_elsewhere else get_backend)(name, cpu_threads=cfg.device.cpu_threads)
         problems = backend.check_env("driver", dict(os.environ))
     except DeviceError as error:
-        raise ConfigurationError([Problem(key="device", value=cfg.device.name, message=str(error))]) from error
+        raise ConfigurationError([Problem(key="device", value=name, message=str(error))]) from error
     if problems:
         raise ConfigurationError([Problem(key="device", value=backend.name, message=text) for text in problems])
     return backend
@@ -210,81 +200,80 @@ def _sleep_problems(cfg: RunConfig, backend: Backend) -> Iterator[Problem]:
     """Where engines would keep the memory that learners on the same devices need."""
     if cfg.mode.shares_devices and backend.ray_resource is not None and not backend.capabilities().sleep_mode:
         message = f"engines on {backend.name} cannot give their memory back with the version that is installed here"
-        hint = "use mode=async or mode=sync, with devices of their own, or a newer version (docs/backends.md)"
-        yield Problem(key="mode.name", value=cfg.mode.name, message=message, hint=hint)
+        hint = "use mode=async or mode=sync, with separate devices, or a newer version (docs/backends.md)"
+        yield problem(cfg, "mode.name", message, hint)
 
 
 def _placement(cfg: RunConfig, backend: Backend) -> Placement:
     placement = plan_placement(cfg, resource=backend.ray_resource)
     if cfg.ray.address == "local":
-        num_devices = backend.num_devices() if backend.ray_resource else 0
+        num_devices = backend.num_devices()
         check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
         check_cpus(cfg, placement)
     return placement
 
 
-def _ray_address_problems(address: str) -> Iterator[Problem]:
+def _ray_address_problems(cfg: RunConfig) -> Iterator[Problem]:
     """Whether a HOST:PORT answers. Ray itself would try for half a minute, with a screen of retries, and after the run
     directory was made."""
-    host, colon, port = address.rpartition(":")
+    host, colon, port = cfg.ray.address.rpartition(":")
     if not colon or not port.isdecimal() or "/" in host:
         return  # `local`, `auto`, or an address that Ray resolves
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         message = f"no Ray cluster can be reached there: {getattr(error, 'strerror', None) or error}"
-        hint = "start one with `ray start --head`, or use ray.address=local"
-        yield Problem(key="ray.address", value=address, message=message, hint=hint)
+        yield problem(cfg, "ray.address", message, "start one with `ray start --head`, or use ray.address=local")
 
 
 # --- models, checkpoint, data, reward ---
 
 
 def _check_inputs(
-    cfg: RunConfig, found: Findings, *, is_device_here: bool
-) -> tuple[DataSets | None, ResumePoint | None]:
-    """Each check runs as far as what it needs is there: without a tokenizer data and rewards are still looked at."""
+    cfg: RunConfig, found: Findings, backend: Backend | None
+) -> tuple[DataSets | None, Mapping[str, ModelInfo], ResumePoint | None]:
+    """Each check runs as far as what it needs is there: without a tokenizer data and rewards are still looked at.
+    `backend` is None for devices that are not here."""
     found.attempt(check_own_functions, cfg)
     agent = found.attempt(make_agent, cfg)
     found.add(_peft_problems(cfg))
-    weights = list(weight_problems(cfg, why_engines_read=why_engines_read_weights(cfg)))
+    weights = list(weight_problems(cfg, why_read=why_engines_read_weights(cfg)))
     found.add(weights)
     resumed = None
     if not weights:  # whether they are drawn is part of what a checkpoint compares
         directory = Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None
-        resumed = found.attempt(find_resume_point, cfg, directory, is_device_here=is_device_here)
+        resumed = found.attempt(find_resume_point, cfg, directory, is_device_here=backend is not None)
     if unreachable := list(hub_problems(cfg)):
         found.add(unreachable)
-        return None, resumed  # all that follows would ask the hub
+        return None, {}, resumed  # all that follows would ask the hub
     models = read_models(cfg)
     for info in models.values():
-        found.add(info.problems)
+        found.add(model_problems(cfg, info))
     tokenizer = found.attempt(policy_tokenizer, cfg)
-    inputs = check_data(cfg, found, tokenizer, tools=shown_tools(agent))
-    if tokenizer is None:
-        return None, resumed
-    found.add(vocabulary_problems(cfg, models["model.path"], tokenizer))
-    if inputs is None:
-        return None, resumed
-    notes: list[str] = []
-    if unnamed := unnamed_tools(agent, inputs.train.prompts):
-        log.warning(unnamed)
-        notes.append(unnamed)
-    found.add(token_problems(models.values(), inputs.prompts))
+    data = check_data(cfg, found, tokenizer, tools=shown_tools(agent))
+    if tokenizer is not None:
+        found.add(vocabulary_problems(cfg, models["model.path"], tokenizer))
+    if tokenizer is None or data is None:
+        return None, models, resumed
+    found.add(token_problems(models.values(), data.prompts))
     of_teacher = list(teacher_problems(cfg, models, tokenizer))
     found.add(item for item in of_teacher if isinstance(item, Problem))
-    notes += [item for item in of_teacher if isinstance(item, str)]
-    found.attempt(make_source, cfg, inputs.train, resumed)  # whether the data is that of the checkpoint
-    return replace(inputs, left_out=(*inputs.left_out, *notes)), resumed
+    found.attempt(make_source, cfg, data.train, resumed)  # whether the data is that of the checkpoint
+    warnings = [
+        *data_warnings(cfg, data),
+        *lost_characters(tokenizer, data.train.prompts),
+        *unnamed_tools(agent, data.train.prompts),
+        *(item for item in of_teacher if isinstance(item, str)),
+        *size_warnings(cfg, backend),
+    ]
+    for text in () if found.problems else warnings:
+        log.warning(text)
+    return replace(data, notes=(*data.notes, *warnings)), models, resumed
 
 
 def check_own_functions(cfg: RunConfig) -> None:
-    """Import what is given by dotted path (estimator, loss, group filter), and check what the estimator needs.
-
-    Raises:
-        ConfigurationError: one does not import, is no function, does not take its numbers, or does not go together
-            with the rest of the configuration.
-    """
+    """Import what is given by dotted path (estimator, loss, group filter), and check what the estimator needs. Raises
+    ConfigurationError if one is no such function, or does not go together with the rest of the configuration."""
     found, algorithm = Findings(), cfg.algorithm
     if is_own(algorithm.loss):
         found.attempt(load_own, algorithm.loss, key="algorithm.loss", args=algorithm.loss_args)
@@ -294,19 +283,31 @@ def check_own_functions(cfg: RunConfig) -> None:
     found.raise_if_any()
 
 
+def size_warnings(cfg: RunConfig, backend: Backend | None) -> Iterator[str]:
+    """Numbers that a run can have, and that are rarely meant."""
+    ranks, staleness, steps = cfg.learner.num_ranks, cfg.mode.max_staleness, cfg.trainer.total_steps
+    cores = len(os.sched_getaffinity(0))
+    if backend is not None and backend.ray_resource is None and cfg.ray.address == "local" and ranks > cores:
+        yield (
+            f"learner.num_ranks={ranks} processes share the {cores} core{'' if cores == 1 else 's'} of this host, and "
+            "each has a copy of the libraries in memory: more ranks than cores make a step slower"
+        )
+    if staleness >= steps:
+        yield (
+            f"mode.max_staleness={staleness} is no bound for a run of trainer.total_steps={steps}: its last step may "
+            "be trained on responses of the first version"
+        )
+
+
 # --- agent ---
 
 
 def make_agent(cfg: RunConfig) -> AgentLoop:
-    """Make the agent loop once.
-
-    Raises:
-        ConfigurationError: its path does not lead to a factory, or the factory does not make a loop of its arguments.
-    """
+    """Raises ConfigurationError if the path does not lead to a factory that makes a loop of its arguments."""
     try:
         return make_loop(cfg.task.agent, cfg.task.agent_args, chat_template_kwargs=cfg.task.chat_template_kwargs)
     except PluginError as error:
-        raise ConfigurationError([Problem(key="task.agent", value=cfg.task.agent, message=str(error))]) from error
+        raise ConfigurationError([problem(cfg, "task.agent", str(error))]) from error
 
 
 def shown_tools(agent: AgentLoop | None) -> Sequence[Mapping[str, Any]]:
@@ -314,24 +315,20 @@ def shown_tools(agent: AgentLoop | None) -> Sequence[Mapping[str, Any]]:
     return getattr(agent, "tools", ())
 
 
-def unnamed_tools(agent: AgentLoop | None, prompts: Sequence[Prompt]) -> str:
-    """A warning of the tools that the policy should know and most of the training prompts do not name; empty if there
-    are none.
-
-    A few prompts may have a tool's name in their text by chance, as a problem about a calculator does.
-    """
+def unnamed_tools(agent: AgentLoop | None, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """A warning of the tools that the policy should know and most of the training prompts do not name: a few may have a
+    tool's name in their text by chance, as a problem about a calculator does."""
     unnamed: list[str] = []
     for name in getattr(agent, "tool_names", ()):
         whole_word = re.compile(rf"\b{re.escape(name)}\b")
         number = sum(whole_word.search(prompt.text) is not None for prompt in prompts)
         if 2 * number < len(prompts):
             unnamed.append(f"{name} (in {number} of {len(prompts)})")
-    if not unnamed:
-        return ""
-    why = "is given the tools and does not show them" if shown_tools(agent) else "shows no tools"
-    return (
-        f"the chat template {why}, and the training prompts do not name {', '.join(unnamed)}: the policy cannot know "
-        "what it may call. Use a model whose chat template reads `tools`, or describe the tools, and how they are "
-        "called, in task.system_prompt; if the policy knows them already, set tools_in_prompt=false among "
-        "task.agent_args"
-    )
+    if unnamed:
+        why = "is given the tools and does not show them" if shown_tools(agent) else "shows no tools"
+        yield (
+            f"the chat template {why}, and the training prompts do not name {', '.join(unnamed)}: the policy cannot "
+            "know what it may call. Use a model whose chat template reads `tools`, or describe the tools, and how they "
+            "are called, in task.system_prompt; if the policy knows them already, set tools_in_prompt=false among "
+            "task.agent_args"
+        )

@@ -1,13 +1,13 @@
 """The process that cleans up after a driver that was killed.
 
-A driver that ends without a word (SIGKILL, or Ray, which ends the process when its raylet has died) leaves its last
-words to be written here: summary.json, a line in log.txt and on the screen, and what the actors printed.
-
 A small process of its own, started with the run's cluster. It waits for the end of its standard input, which the kernel
-closes when the driver dies. All processes of the run carry the run's mark in their environment, or at least (where a
+closes when the driver dies. All processes of the run carry the run's id in their environment, or at least (where a
 process title has overwritten the environment) have files of the run's scratch directory open. Those that are still
 there are killed, and the directory is removed. Without it some of Ray's helpers would outlive a killed driver by half a
 minute, and their directory for good.
+
+A driver that is killed (SIGKILL, or Ray, which ends the process when its raylet has died) leaves its last words to be
+written here: summary.json, a line in log.txt and on the screen, and the output of the actors.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from trainer import subprograms
 
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 
 RUN_ID_VAR = "TANDEM_RUN_ID"
 GRACE_S = 1.0
-"""For processes that end by themselves when their parent is gone."""
+"""For processes that end on their own when their parent is gone."""
 DEADLINE_S = 20.0
-_IN_ORDER = b"in order"
-"""What the driver says before it closes the pipe, if it is there to say it."""
+_CLEAN_SHUTDOWN = b"clean shutdown"
+"""What the driver writes before it closes the pipe, if it is there to do it."""
 
 
 class ProcessCleaner:
-    """The driver's end of it. `close` after an orderly shutdown; SIGKILL needs no call.
+    """The driver's end of it. `close` after a clean shutdown; SIGKILL needs no call.
 
     Args:
         last_words: of the run, for `trainer.telemetry.last_words.write`; None writes nothing.
@@ -46,7 +47,7 @@ class ProcessCleaner:
 
     def __init__(self, run_id: str, scratch: Path, last_words: Mapping[str, object] | None = None) -> None:
         command = subprograms.command("trainer.driver.process_cleaner", run_id, str(scratch), json.dumps(last_words))
-        # In a session of its own, so that Ctrl-C in the terminal does not reach it.
+        # In a separate session, so that Ctrl-C in the terminal does not reach it.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, start_new_session=True, env=subprograms.environment()
         )
@@ -56,7 +57,7 @@ class ProcessCleaner:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it was killed itself
             if not self._process.stdin.closed:
-                self._process.stdin.write(_IN_ORDER)
+                self._process.stdin.write(_CLEAN_SHUTDOWN)
             self._process.stdin.close()
         try:
             self._process.wait(timeout=DEADLINE_S + GRACE_S + 5)
@@ -65,53 +66,44 @@ class ProcessCleaner:
             self._process.wait()
 
 
-def processes_of(run_id: str, scratch: Path, *, spare: Container[int]) -> list[int]:
-    """Ids of the processes that belong to this run, except those in `spare`."""
-    mark, inside = f"{RUN_ID_VAR}={run_id}".encode(), f"{scratch}{os.sep}"
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if pid not in spare and (_has_mark(pid, mark) or _has_open(pid, inside))]
+def processes_of(run_id: str, scratch: Path, *, spare: Container[int]) -> list[psutil.Process]:
+    """The processes that belong to this run, except those with the ids `spare`."""
+    inside = f"{scratch}{os.sep}"
+    return [p for p in psutil.process_iter() if p.pid not in spare and (_has_id(p, run_id) or _writes_in(p, inside))]
 
 
-def _has_mark(pid: int, mark: bytes) -> bool:
+def _has_id(process: psutil.Process, run_id: str) -> bool:
     try:
-        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # gone meanwhile, or of another user
+        return process.environ().get(RUN_ID_VAR) == run_id
+    except (psutil.Error, OSError):  # gone meanwhile, or of another user
         return False
 
 
-def _has_open(pid: int, inside: str) -> bool:
-    """Whether the process writes to a file in the directory; somebody who reads a log there is not part of the run."""
+def _writes_in(process: psutil.Process, inside: str) -> bool:
+    """A process that only reads a log in the directory is not part of the run."""
     try:
-        links = list(Path(f"/proc/{pid}/fd").iterdir())
-        return any(str(link.readlink()).startswith(inside) and _is_written(pid, link.name) for link in links)
-    except OSError:
+        files: list[Any] = process.open_files()
+        return any(file.path.startswith(inside) and file.flags & (os.O_WRONLY | os.O_RDWR) for file in files)
+    except (psutil.Error, OSError):
         return False
-
-
-def _is_written(pid: int, descriptor: str) -> bool:
-    fields = Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text().split()
-    return bool(int(fields[fields.index("flags:") + 1], 8) & (os.O_WRONLY | os.O_RDWR))
 
 
 def main(run_id: str, scratch: Path, last_words: dict[str, Any] | None) -> None:
     """Wait for the driver's end, then clean up."""
     spare = (os.getpid(), os.getppid())  # the driver may still be there, and wait for us
-    if sys.stdin.buffer.read() != _IN_ORDER and last_words is not None:
+    if sys.stdin.buffer.read() != _CLEAN_SHUTDOWN and last_words is not None:
         from trainer.telemetry.last_words import write
 
         try:
             write(Path(last_words["run_dir"]), scratch, last_words)
-        except Exception as error:  # noqa: BLE001 - whatever it is, processes are ended below
+        except Exception as error:  # noqa: BLE001 - processes are ended below, regardless
             with contextlib.suppress(OSError):  # the screen may be gone, too
-                sys.stderr.write(f"the end of the run could not be written down: {error!r}\n")
-    give_up = time.monotonic() + GRACE_S
-    while processes_of(run_id, scratch, spare=spare) and time.monotonic() < give_up:
-        time.sleep(0.05)
-    give_up += DEADLINE_S
-    while (pids := processes_of(run_id, scratch, spare=spare)) and time.monotonic() < give_up:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                sys.stderr.write(f"the end of the run could not be recorded: {error!r}\n")
+    began = time.monotonic()
+    while (left := processes_of(run_id, scratch, spare=spare)) and (age_s := time.monotonic() - began) < DEADLINE_S:
+        for process in left if age_s > GRACE_S else ():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         time.sleep(0.05)
     shutil.rmtree(scratch, ignore_errors=True)
 

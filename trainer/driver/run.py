@@ -26,9 +26,10 @@ from trainer.driver import actors as compose
 from trainer.driver.actors import start_actors, start_phase
 from trainer.driver.checkpointing import log_resumed, prepare_run_dir
 from trainer.driver.cluster import Cluster
+from trainer.driver.datasets import make_source
 from trainer.driver.evaluation import Evaluator, pinned_versions
 from trainer.driver.loops import TrainingRun
-from trainer.driver.preflight import PreflightResult, log_inputs, look_again, preflight
+from trainer.driver.preflight import PreflightResult, log_inputs, preflight, recheck_resume
 from trainer.driver.state import RunState
 from trainer.errors import CheckpointError, ConfigurationError, ModelError, first_cause, note_log, one_line
 from trainer.learner import checkpoint
@@ -74,7 +75,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
     console = Console(file=sys.stdout)
     state = RunState(started_at=started_at, wall_clock=time.time)
     with session.claimed_run_dir(cfg, console) as run_dir:
-        checked = look_again(cfg, checked, run_dir.checkpoints)
+        checked = recheck_resume(cfg, checked, run_dir.checkpoints)
         run_dir.write_config(cfg)  # not before: it sets the one of the last start aside
         log_inputs(cfg, checked.inputs)
         if checked.resumed is not None:
@@ -223,7 +224,7 @@ class Driver:
         self, actors: compose.Actors, coordinator: SyncCoordinator, devices: DedicatedDevices, live: SyncReport
     ) -> TrainingRun:
         cfg, state, checked = self._cfg, self._state, self._checked
-        source = compose.make_source(cfg, checked.inputs.train, checked.resumed)
+        source = make_source(cfg, checked.inputs.train, checked.resumed)
         workers = compose.make_fleet(
             cfg, checked.placement, checked.backend, actors, coordinator, devices, lambda: state.live_version
         )

@@ -18,7 +18,7 @@ from trainer.errors import (
     one_line,
     tells_its_cause,
 )
-from trainer.remote import RemoteTimeout, call
+from trainer.remote import ACTOR_OUTPUT, RemoteTimeout, call
 from weight_sync.device.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class RankHandle:
         """Call one method of one rank. Raises what the method raised, or a RemoteTimeout that names the rank, the time
         and what to do."""
         key = "weight_sync.timeout_s" if method.startswith("ws_") else "learner.timeout_s"
-        hint = f"it hangs, or increase {key}; look at its file in actor_logs/"
+        hint = f"it hangs, or increase {key}; its output is in {ACTOR_OUTPUT}"
         ref = getattr(self.actor, method).remote(*args)
         try:
             return await call(ref, timeout_s=timeout_s, who=f"learner rank {self.rank}", what=method, hint=hint)

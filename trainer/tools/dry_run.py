@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sys
 from dataclasses import replace
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rollout.worker.group_server import MAX_BYTES
-from trainer.builtin import tiny_model
-from trainer.builtin.tiny_model import ensure_model, with_model_directory
 from trainer.config.describe import describe_critic, describe_objective, describe_rollout
-from trainer.config.schema import LoraConfig, model_paths
-from trainer.driver.placement import Node, assign_nodes, bundles_by_actor, check_fits, plan_placement, ranks_beside
+from trainer.config.schema import LoraConfig
+from trainer.driver.models import TEACHER
+from trainer.driver.placement import Node, assign_nodes, check_fits, kind_of, plan_placement, ranks_of
 from trainer.driver.preflight import check_inputs, preflight
 from trainer.errors import ConfigurationError, ModelError, Problem
 from trainer.tools.memory_plan import GIB, Device, MemoryItem, gib, min_bytes, model_shape, total, workspace_bytes
@@ -33,8 +31,9 @@ from weight_sync.device.select import build, get_backend
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainer.config.schema import RunConfig
+    from trainer.config.schema import ModelConfig, RunConfig
     from trainer.driver.datasets import DataSets
+    from trainer.driver.models import ModelInfo
     from trainer.tools.memory_plan import Items, ModelShape
     from trainer.tools.run_plan import RunPlan
 
@@ -222,10 +221,10 @@ def describe_placement(cfg: RunConfig, counts: Sequence[int], *, backend: str, r
             Node(node_id=str(i), address=f"node {i}", resources={"CPU": cpus, resource: count}, is_driver=i == 0)
             for i, count in enumerate(counts)
         ]
-        chosen = assign_nodes(cfg, placement, nodes)
+        chosen = assign_nodes(placement, nodes)
     except ConfigurationError as error:
         return PlacementPlan(lines=(head,), problems=error.problems)
-    bundles, lines = bundles_by_actor(cfg, placement), [head]
+    bundles, lines = placement.bundles, [head]
     for node, count in zip(nodes, counts, strict=True):
         names = [name for name in bundles if chosen[name] == node.node_id]
         free = count - round(sum(bundles[name].get(resource, 0.0) for name in names))
@@ -238,12 +237,11 @@ def _who(names: Sequence[str], cfg: RunConfig, *, is_paired: bool) -> str:
     """Example: `learner ranks 0-3; replica_0 (2), replica_3 (2); rollout worker 0`"""
     numbers: dict[str, list[int]] = {"learner": [], "replica": [], "rollout_worker": []}
     for name in names:
-        kind, _, index = name.rpartition("_")
-        numbers[kind].append(int(index))
+        numbers[kind_of(name)].append(int(name.rpartition("_")[2]))
 
     def share(replica: int) -> str:
         tp = cfg.rollout.tensor_parallel_size
-        return f"{tp}, with {numbered('rank', ranks_beside(replica, cfg))}" if is_paired else str(tp)
+        return f"{tp}, with {numbered('rank', ranks_of(replica, cfg))}" if is_paired else str(tp)
 
     parts = (
         numbered("learner rank", numbers["learner"]),
@@ -285,32 +283,28 @@ def dry_run(
         message = f"a mean is at most the longest response, rollout.max_response_tokens={longest}"
         raise ConfigurationError([Problem(key="--response-tokens", value=f"{response_tokens:g}", message=message)])
     if device_memory_gib is None:
-        device, inputs = _here(cfg)
+        device, inputs, models = _here(cfg)
         if cfg.ray.address == "local":
             _, host_bytes = host_memory()
     else:
-        inputs = check_inputs(cfg)
+        inputs, models = check_inputs(cfg)
         device = Device(name="given", total_bytes=int(device_memory_gib * GIB), is_shared=False)
     placement = (
         PlacementPlan() if nodes is None else _placement_on(cfg, nodes, is_elsewhere=device_memory_gib is not None)
     )
-    if tiny_model.BUILTIN_TINY in model_paths(cfg).values():
-        asyncio.run(ensure_model(cfg))
-    named = with_model_directory(cfg)
-    teacher = named.algorithm.kl.reference_model
-    whole = replace(named, model=replace(named.model, lora=LoraConfig()))  # adapters are the policy's
-    has_critic = named.algorithm.uses_critic and not named.critic.shared_backbone
-    critic_path = named.model.path if named.critic.path is None else named.critic.path
+    policy, teacher = models["model.path"], models.get(TEACHER)
+    whole = replace(cfg.model, lora=LoraConfig())  # adapters are the policy's
+    has_critic = cfg.algorithm.uses_critic and not cfg.critic.shared_backbone
     evaluates = bool(cfg.trainer.eval_every) or cfg.trainer.eval_at_start or cfg.trainer.eval_at_end
     plan = plan_run(
         cfg,
-        _shape(named, named.model.path, key="model.path"),
+        _shape(cfg.model, policy),
         device,
         prompt_tokens=float(np.mean([len(prompt.token_ids) for prompt in inputs.train.prompts])),
         response_tokens=response_tokens,
         num_evaluated=sum(len(one.prompts) * one.num_samples for one in inputs.evaluation) if evaluates else 0,
-        critic=_shape(named, critic_path, key="critic.path") if has_critic else None,
-        teacher=None if teacher is None else _shape(whole, teacher, key="algorithm.kl.reference_model"),
+        critic=_shape(cfg.model, models.get("critic.path", policy)) if has_critic else None,
+        teacher=None if teacher is None else _shape(whole, teacher),
         host_bytes=host_bytes,
         node_of=placement.node_of,
     )
@@ -343,7 +337,7 @@ def _placement_on(cfg: RunConfig, nodes: Sequence[int], *, is_elsewhere: bool) -
     raise ConfigurationError([Problem(key="--nodes", value=",".join(map(str, nodes)), message=message, hint=do)])
 
 
-def _here(cfg: RunConfig) -> tuple[Device, DataSets]:
+def _here(cfg: RunConfig) -> tuple[Device, DataSets, Mapping[str, ModelInfo]]:
     """The device that the run would use, after every check that the run would make."""
     checked = preflight(cfg)
     backend = checked.backend
@@ -353,11 +347,15 @@ def _here(cfg: RunConfig) -> tuple[Device, DataSets]:
     backend.set_device(0)
     total_bytes = backend.memory_info()[1]
     is_shared = backend.ray_resource is None
-    return Device(name=backend.name, total_bytes=total_bytes, is_shared=is_shared), checked.inputs
+    device = Device(name=backend.name, total_bytes=total_bytes, is_shared=is_shared)
+    return device, checked.inputs, checked.models
 
 
-def _shape(cfg: RunConfig, path: str, *, key: str) -> ModelShape:
+def _shape(model: ModelConfig, info: ModelInfo) -> ModelShape:
     try:
-        return model_shape(cfg.model, path)
+        if info.config is None:
+            raise ModelError(info.error)
+        return model_shape(model, info.config)
     except ModelError as error:
-        raise ConfigurationError([Problem(key=key, value=path, message=" ".join(str(error).split()))]) from error
+        message = " ".join(str(error).split())
+        raise ConfigurationError([Problem(key=info.key, value=info.path, message=message)]) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from trainer.learner.flops import visited_params
 from trainer.learner.fsdp import UNSHARDED_SHARE
 from trainer.learner.lora import add_adapters
-from trainer.learner.model import check_architecture, load_config, torch_dtype
+from trainer.learner.model import check_architecture, torch_dtype
 from weight_sync.landing import SHADOW_HEADROOM
 from weight_sync.pull import PIECE_BYTES
 
@@ -134,13 +133,12 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.2f} MiB"
 
 
-def model_shape(model: ModelConfig, path: str) -> ModelShape:
-    """Of the model at `path` (a directory, or a hub name, of which only the config is fetched), with its adapters.
+def model_shape(model: ModelConfig, config: PreTrainedConfig) -> ModelShape:
+    """Of the model of this config, with its adapters.
 
     Raises:
-        ModelError: there is no config, or none that we can train.
+        ModelError: it is none that we can train.
     """
-    config = load_config(model, Path(path).expanduser())
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=model.trust_remote_code)
     blocks = check_architecture(hf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -19,9 +20,10 @@ from rollout.prompts.arithmetic import operand_pairs
 from tests.fakes.process_life import is_running
 from trainer.builtin import tiny_model
 from trainer.builtin.tiny_model import EOS_ID, VOCABULARY, VOCABULARY_SIZE, Recipe, build_tokenizer, encode, make
+from trainer.config.schema import RunConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[4]
 SMALL = Recipe(learn_steps=3, habit_steps=2, batch_size=8, hidden_size=16, num_layers=1)
@@ -158,3 +160,60 @@ def test_the_tokenizer_and_its_light_twin_agree() -> None:
     assert len(VOCABULARY) <= VOCABULARY_SIZE
     messages = [{"role": "user", "content": "1+1="}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "1+1="
+
+
+# --- its process ---
+
+
+@pytest.fixture
+def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """`maker(code)` has `ensure_model` run this code instead; its process has ended by the end."""
+    started: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def noted(*arguments: Any, **how: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*arguments, **how))
+        (tmp_path / "started").touch()
+        return started[-1]
+
+    def runs(code: str) -> None:
+        monkeypatch.setattr(tiny_model.subprograms, "command", lambda *_: [sys.executable, "-c", code])
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+    yield runs
+    assert started and not any(Path(f"/proc/{process.pid}").exists() for process in started)
+
+
+def test_a_maker_that_fails_is_reported_with_its_last_words(maker: Callable[[str], None]) -> None:
+    maker("print('noise'); raise ValueError('no disk')")
+    with pytest.raises(RuntimeError, match="exited with 1: ValueError: no disk"):
+        asyncio.run(tiny_model.ensure_model(RunConfig()))
+
+
+def test_a_maker_that_hangs_is_killed(maker: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    maker("import time; time.sleep(600)")
+    monkeypatch.setattr(tiny_model, "MAKE_MODEL_TIMEOUT_S", 0.5)
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.5 s"):
+        asyncio.run(tiny_model.ensure_model(RunConfig()))
+
+
+def test_a_maker_ends_when_the_run_is_cancelled(maker: Callable[[str], None], tmp_path: Path) -> None:
+    async def main() -> None:
+        task = asyncio.create_task(tiny_model.ensure_model(RunConfig()))
+        while not (tmp_path / "started").exists():
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    maker("import time; time.sleep(600)")
+    asyncio.run(main())
+
+
+def test_the_built_in_model_name_becomes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+    cfg = RunConfig()
+    assert Path(tiny_model.with_model_directory(cfg).model.path).parent == tmp_path / "cache"
+    other = replace(cfg, model=replace(cfg.model, path="some/model"))
+    assert tiny_model.with_model_directory(other) == other

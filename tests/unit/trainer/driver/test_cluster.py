@@ -1,25 +1,47 @@
+"""The start and the end of a cluster, its scratch directory, and what cleans up after a driver that was killed."""
+
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from ray.exceptions import AuthenticationError
 
+from tests.fakes.process_life import is_running
 from tests.fakes.scripted_run import config
 from trainer.driver import cluster
 from trainer.driver import run as run_module
+from trainer.driver.cluster import Cluster
 from trainer.driver.placement import plan_placement
+from trainer.driver.process_cleaner import RUN_ID_VAR, ProcessCleaner
 from trainer.errors import ConfigurationError
 from trainer.telemetry import last_words
 from weight_sync.device.select import get_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def start(backend: Any = None, *, resource: str | None = None, **sections: Any) -> Cluster:
+    cfg = config(**sections)
+    return Cluster.start(cfg, plan_placement(cfg, resource=resource), backend or get_backend("cpu", cpu_threads=1))
+
+
+# --- the scratch directory ---
 
 
 @pytest.fixture
@@ -28,21 +50,19 @@ def scratch_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-CLAIM_AND_DIE = """
-import os, sys
-from trainer.errors import ConfigurationError
+MAKE_AND_WAIT = """
+import sys
 from trainer.driver import cluster
-from trainer.driver import run as run_module
 cluster._scratch_home = lambda: sys.argv[1]
-print(cluster._claim_scratch()[0], flush=True)
+print(cluster._make_scratch()[0], flush=True)
 sys.stdin.read()
 """
 
 
 def test_scratch_of_a_driver_that_was_killed_is_swept_and_that_of_a_live_one_stays(scratch_root: Path) -> None:
-    mine, claim = cluster._claim_scratch()
+    mine, lock = cluster._make_scratch()
     (scratch_root / "tandem-ray-notes").mkdir()
-    command = [sys.executable, "-c", CLAIM_AND_DIE, str(scratch_root)]
+    command = [sys.executable, "-c", MAKE_AND_WAIT, str(scratch_root)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
     theirs = Path(other.stdout.readline().strip())
@@ -52,9 +72,31 @@ def test_scratch_of_a_driver_that_was_killed_is_swept_and_that_of_a_live_one_sta
     other.communicate()
     cluster._sweep_scratch()
     assert sorted(path.name for path in scratch_root.iterdir()) == sorted([mine.name, "tandem-ray-notes"])
-    os.close(claim)
+    os.close(lock)
     cluster._sweep_scratch()
     assert [path.name for path in scratch_root.iterdir()] == ["tandem-ray-notes"]
+
+
+@pytest.mark.parametrize(
+    ("home", "is_kept"),
+    [
+        ("/tmp", True),
+        ("/var/tmp", True),
+        ("/scratch/someone/job.123456", False),
+        ("/" + "x" * 13, True),
+        ("/" + "x" * 14, False),
+    ],
+)
+def test_a_socket_of_ray_fits_below_any_temporary_directory(
+    home: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = "/tandem-ray-4194304-abcdefgh/session_2026-11-20_19-19-38_041629_4194304/sockets/plasma_store"
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: home)
+    assert len(cluster._scratch_home() + longest) <= 107
+    assert cluster._scratch_home() == (home if is_kept else "/tmp")
+
+
+# --- start and end ---
 
 
 def test_a_cluster_that_does_not_start_leaves_no_scratch(scratch_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,31 +107,30 @@ def test_a_cluster_that_does_not_start_leaves_no_scratch(scratch_root: Path, mon
         raise RuntimeError("no port is free")
 
     monkeypatch.setattr(cluster.ray, "init", broken)
-    cfg = config()
     with pytest.raises(RuntimeError, match="no port is free"):
-        cluster.Cluster.start(cfg, plan_placement(cfg, resource=None), get_backend("cpu", cpu_threads=1))
+        start()
     assert modes == [0o700], "sockets and logs of a run are its owner's"
     assert list(scratch_root.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "expected"),
-    [(2, []), (8, ["this run uses 2 of 8 GPU; 6 on this host stay idle; "])],
+    ("num_devices", "expected"), [(2, []), (8, ["this run uses 2 of 8 GPU; 6 on this host stay idle; "])]
 )
-def test_a_host_with_more_devices_than_the_run_takes_says_so_once(
+def test_a_host_with_more_devices_than_the_run_takes_is_reported_once(
     num_devices: int,
     expected: list[str],
     scratch_root: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
-    backend: Any = SimpleNamespace(name="cuda", ray_resource="GPU", num_devices=lambda: num_devices)
-    cfg = config(learner={"num_ranks": 1})
-    cluster.Cluster.start(cfg, plan_placement(cfg, resource="GPU"), backend).stop(keep_logs_in=None)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(cluster.ray, "init", lambda **options: asked.update(options))
+    backend = SimpleNamespace(name="cuda", ray_resource="GPU", num_devices=lambda: num_devices)
+    start(backend, resource="GPU", learner={"num_ranks": 1}).stop(keep_logs_in=None)
+    assert (asked["num_gpus"], asked["resources"]) == (num_devices, None)
     found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(found) == len(expected)
-    assert all(text.startswith(start) for text, start in zip(found, expected, strict=True)), found
+    assert all(text.startswith(begin) for text, begin in zip(found, expected, strict=True)), found
 
 
 def test_only_the_end_of_a_long_actor_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,22 +144,39 @@ def test_only_the_end_of_a_long_actor_log_is_kept(tmp_path: Path, monkeypatch: p
     assert {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()} == {"worker-1.err": "the reason"}
 
 
-def joined(monkeypatch: pytest.MonkeyPatch, resources: dict[str, float], **sections: Any) -> None:
-    """Join a cluster that has `resources`, as Ray tells of them, with what `auto` finds on a host without devices."""
+def test_processes_are_ended_even_if_the_logs_cannot_be_kept(
+    scratch_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a full disk."""
+    done: list[str] = []
+
+    def refused(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cluster, "copy_logs", refused)
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: done.append("ray"))
+    own = start()
+    own.stop(keep_logs_in=scratch_root / "kept")
+    assert done == ["ray"] and list(scratch_root.iterdir()) == []
+    assert "No space left on device" in caplog.text
+
+
+def join(monkeypatch: pytest.MonkeyPatch, resources: dict[str, float], **sections: Any) -> None:
+    """Join a cluster with these resources from a host without devices."""
     monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: resources)
-    monkeypatch.setattr(cluster, "_seated", lambda _cfg, placement, **_: placement)
-    cfg = config(ray={"address": "auto"}, **sections)
-    cluster.Cluster.start(cfg, plan_placement(cfg, resource=None), get_backend("cpu"))
+    monkeypatch.setattr(cluster, "_reserve", lambda _cfg, placement, **_: placement)
+    start(ray={"address": "auto"}, **sections)
 
 
 def test_auto_does_not_take_cpus_where_only_the_other_nodes_have_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"CPU": 64.0, "GPU": 16.0}
     with pytest.raises(ConfigurationError, match=r"(?s)auto, which is cpu .*the Ray cluster has 16 GPU") as caught:
-        joined(monkeypatch, there)
+        join(monkeypatch, there)
     assert "device=cuda or device=rocm; device=cpu leaves them idle" in str(caught.value)
-    joined(monkeypatch, there, device={"name": "cpu"})
-    joined(monkeypatch, {"CPU": 64.0, "GPU": 0.0})
+    join(monkeypatch, there, device={"name": "cpu"})
+    join(monkeypatch, {"CPU": 64.0, "GPU": 0.0})
 
 
 def test_a_cluster_that_asks_for_a_token_is_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,31 +184,12 @@ def test_a_cluster_that_asks_for_a_token_is_refused_with_what_to_set(monkeypatch
         raise AuthenticationError("Token authentication is enabled but no authentication token was found")
 
     monkeypatch.setattr(cluster.ray, "init", closed)
-    cfg = config(ray={"address": "auto"})
     with pytest.raises(ConfigurationError, match=r"(?s)no authentication token was found.*RAY_AUTH_MODE=token"):
-        cluster.Cluster.start(cfg, plan_placement(cfg, resource=None), get_backend("cpu"))
-
-
-def test_processes_are_ended_also_where_the_logs_cannot_be_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As on a full disk: what stops a part of the end must not keep Ray and its processes alive."""
-    done: list[str] = []
-
-    def refused(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cluster, "copy_logs", refused)
-    monkeypatch.setattr(cluster.ray, "shutdown", lambda: done.append("ray"))
-    cleaner: Any = SimpleNamespace(close=lambda: done.append("cleaner"))
-    placement: Any = None
-    cluster.Cluster(placement, scratch=tmp_path, cleaner=cleaner).stop(keep_logs_in=tmp_path / "kept")
-    assert done == ["ray", "cleaner"]
-    assert "No space left on device" in caplog.text
+        start(ray={"address": "auto"})
 
 
 class HangingRay:
-    """`Cluster.start` against an address that takes connections and never answers, until it is told to."""
+    """`Cluster.start` against an address that takes connections and does not answer until `answers` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers, self.stopped = threading.Event(), threading.Event()
@@ -160,9 +199,9 @@ class HangingRay:
         self.answers.wait(60)
         return SimpleNamespace(stop=lambda **_keys: self.stopped.set())
 
-    async def begin(self, *, ray: dict[str, Any] | None = None, **trainer: float) -> Any:
+    async def begin(self, **trainer: float) -> Any:
         checked: Any = SimpleNamespace(placement=None, backend=None)
-        return await run_module._start_cluster(config(trainer=trainer, ray=ray or {}), checked, {})
+        return await run_module._start_cluster(config(trainer=trainer), checked, {})
 
 
 async def test_a_ray_that_does_not_answer_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,12 +223,118 @@ async def test_an_interrupted_start_of_ray_is_finished_and_stopped_or_left(
     *, answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = HangingRay(monkeypatch)
-    start = asyncio.create_task(ray.begin(shutdown_timeout_s=30.0 if answers else 0.1))
+    begin = asyncio.create_task(ray.begin(shutdown_timeout_s=30.0 if answers else 0.1))
     await asyncio.sleep(0.05)
-    start.cancel()
+    begin.cancel()
     await asyncio.sleep(0.05)
     if answers:
         ray.answers.set()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(start, 20)
+        await asyncio.wait_for(begin, 20)
     assert ray.stopped.is_set() == answers
+
+
+# --- the process cleaner ---
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]
+DRIVER = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+from trainer.driver.process_cleaner import RUN_ID_VAR, ProcessCleaner
+os.environ[RUN_ID_VAR] = sys.argv[1]
+scratch = Path(sys.argv[2])
+ProcessCleaner(sys.argv[1], scratch, json.loads(sys.argv[3]))
+clean = {name: value for name, value in os.environ.items() if name != RUN_ID_VAR}
+sleep = [sys.executable, "-c", "import time; time.sleep(100)"]
+marked = subprocess.Popen(sleep, start_new_session=True)
+holder = subprocess.Popen(sleep, stdout=(scratch / "log").open("w"), env=clean, start_new_session=True)
+print(marked.pid, holder.pid, flush=True)
+time.sleep(100)
+"""
+
+
+@contextlib.contextmanager
+def killed_driver(run_id: str, scratch: Path, last_words: object = None) -> Iterator[list[str]]:
+    """A driver with two processes that is killed after the block; returns when all of them, and the scratch directory,
+    are gone. The list gets what was on its screen."""
+    scratch.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", DRIVER, run_id, str(scratch), json.dumps(last_words)]
+    screen: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(is_running, pids))
+        yield screen
+        driver.send_signal(signal.SIGKILL)
+        screen.extend(driver.communicate(timeout=30)[1].splitlines())
+    give_up = time.monotonic() + 20
+    while any(map(is_running, pids)) or scratch.exists():
+        assert time.monotonic() < give_up, f"alive: {[pid for pid in pids if is_running(pid)]}, {scratch.exists()}"
+        time.sleep(0.05)
+
+
+def test_what_a_killed_driver_leaves_is_ended_and_nothing_else(tmp_path: Path) -> None:
+    with subprocess.Popen(SLEEP, env={**os.environ, RUN_ID_VAR: "another run"}) as bystander:
+        with killed_driver("run-1", tmp_path / "scratch"):
+            reader = subprocess.Popen(SLEEP, stdin=(tmp_path / "scratch" / "log").open())
+        assert bystander.poll() is None
+        assert reader.poll() is None, "it only reads a log"
+        for process in (bystander, reader):
+            process.kill()
+            process.wait()
+
+
+def test_closing_spares_the_driver_even_with_open_files(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with (scratch / "mine").open("w"):
+        cleaner = ProcessCleaner("run-2", scratch)
+        cleaner.close()
+        cleaner.close()
+    assert not scratch.exists()
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_the_last_words_of_a_killed_driver_are_written(tmp_path: Path, is_taken: bool) -> None:
+    scratch, run_dir = tmp_path / "scratch", tmp_path / "run"
+    logs = scratch / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-1.err").write_text("what an actor said")
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text('{"step": 7, "version": 7}\n{"step": 8, "ver')
+    known = {"run_dir": str(run_dir), "seed": 3, "started_at": time.time() - 60}
+    with (run_dir / "owner.lock").open("w") as lock:
+        if is_taken:  # by a run that began right after the kill
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with killed_driver("run-3", scratch, known) as screen:
+            pass
+    if is_taken:
+        assert sorted(path.name for path in run_dir.iterdir()) == ["metrics.jsonl", "owner.lock"]
+        return
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["exit_reason"], summary["steps"], summary["version"], summary["seed"]) == ("failed", 7, 7, 3)
+    assert "SIGKILL" in summary["error"] and 60 <= summary["wall_s"] < 120
+    assert screen[-1] == f"failed: {summary['error']}"
+    assert summary["error"] in (run_dir / "log.txt").read_text()
+    assert (run_dir / "actor_logs" / "worker-1.err").read_text() == "what an actor said"
+    assert not (run_dir / "owner.lock").exists()
+
+
+def test_a_driver_that_shuts_down_cleanly_writes_its_own_last_words(tmp_path: Path) -> None:
+    known = {"run_dir": str(tmp_path / "run"), "seed": 3, "started_at": time.time()}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "owner.lock").touch()
+    (tmp_path / "scratch").mkdir()
+    ProcessCleaner("run-4", tmp_path / "scratch", known).close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["owner.lock"]
+
+
+def test_a_damaged_record_keeps_no_process_alive(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "owner.lock").touch()
+    (run_dir / "metrics.jsonl").write_bytes(b"\0" * 64 + b"\n")
+    with killed_driver("run-5", tmp_path / "scratch", {"run_dir": str(run_dir), "seed": 3, "started_at": time.time()}):
+        pass
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 0
+    assert not (run_dir / "owner.lock").exists()

@@ -1,12 +1,65 @@
+"""What every actor takes, which node it goes to, and what an engine is shown of devices that it shares."""
+
 from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.fakes.scripted_run import config
-from trainer.driver.placement import check_fits, plan_placement
+from trainer.driver.actors import shared_devices_env
+from trainer.driver.placement import (
+    RESTARTED,
+    Node,
+    Placement,
+    assign_free_nodes,
+    assign_nodes,
+    check_fits,
+    describe_idle_devices,
+    plan_placement,
+    ranks_of,
+)
 from trainer.errors import ConfigurationError
+from weight_sync.device import merge_env
+from weight_sync.device.select import build
+from weight_sync.device.visibility import shown
 
-SIZES = {"learner": {"num_ranks": 4}, "rollout": {"num_replicas": 3, "tensor_parallel_size": 2, "num_workers": 5}}
+HIP, CUDA = "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+
+
+def sized(ranks: int, replicas: int, tp: int = 1, *, workers: int = 1, **mode: Any) -> Any:
+    return config(
+        learner={"num_ranks": ranks},
+        rollout={"num_replicas": replicas, "tensor_parallel_size": tp, "num_workers": workers},
+        mode=mode,
+    )
+
+
+def plan(*sizes: int, workers: int = 1) -> Placement:
+    """With separate devices, of (ranks, replicas, tensor parallel size)."""
+    return plan_placement(sized(*sizes, workers=workers), resource="GPU")
+
+
+def shared(replicas: int, tp: int) -> tuple[Any, Placement]:
+    cfg = sized(replicas * tp, replicas, tp, name="colocated", in_flight="abort")
+    return cfg, plan_placement(cfg, resource="GPU")
+
+
+def hosts(*gpus: int, cpus: float = 16, driver: int = 0) -> list[Node]:
+    return [
+        Node(node_id=f"n{i}", address=f"10.0.0.{i}", resources={"CPU": cpus, "GPU": count}, is_driver=i == driver)
+        for i, count in enumerate(gpus)
+    ]
+
+
+def by_node(chosen: dict[str, str], kind: str) -> dict[str, int]:
+    return dict(Counter(node for name, node in chosen.items() if name.startswith(f"{kind}_")))
+
+
+# --- what actors take ---
 
 
 @pytest.mark.parametrize(
@@ -14,38 +67,184 @@ SIZES = {"learner": {"num_ranks": 4}, "rollout": {"num_replicas": 3, "tensor_par
     [
         (None, {"num_cpus": 2}, {"num_cpus": 4}, 0, 2 * (4 + 3 * 2) + 2.5),
         ("GPU", {"num_gpus": 1, "num_cpus": 1}, {"num_gpus": 2, "num_cpus": 1}, 10, 4 + 3 + 2.5),
-        (
-            "NPU",
-            {"resources": {"NPU": 1}, "num_cpus": 1},
-            {"resources": {"NPU": 2}, "num_cpus": 1},
-            10,
-            4 + 3 + 2.5,
-        ),
+        ("NPU", {"resources": {"NPU": 1}, "num_cpus": 1}, {"resources": {"NPU": 2}, "num_cpus": 1}, 10, 4 + 3 + 2.5),
     ],
 )
 def test_every_actor_gets_its_devices(
     resource: str | None, learner: dict, engine: dict, num_devices: int, num_cpus: float
 ) -> None:
-    placement = plan_placement(config(**SIZES, device={"cpu_threads": 2}), resource=resource)
-    assert placement.learner == learner
-    assert placement.engine == engine
-    assert placement.rollout_worker == {"num_cpus": 0.5}
+    cfg = replace(sized(4, 3, 2, workers=5), device=config(device={"cpu_threads": 2}).device)
+    placement = plan_placement(cfg, resource=resource)
+    assert placement.options("learner_3") == learner
+    assert placement.options("replica_2") == engine
+    assert placement.options("rollout_worker_4") == {"num_cpus": 0.5}
     assert (placement.num_devices, placement.num_cpus) == (num_devices, num_cpus)
 
 
 def test_too_few_devices_are_refused_with_the_sum_and_what_is_there() -> None:
-    cfg = config(**SIZES)
+    cfg = sized(4, 3, 2)
     placement = plan_placement(cfg, resource="GPU")
     check_fits(cfg, placement, backend="cuda", num_devices=10, where="this host")
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match=r"(?s)4 \+ 3 \* 2 = 10.*this host has 9 cuda devices"):
         check_fits(cfg, placement, backend="cuda", num_devices=9, where="this host")
-    text = str(caught.value)
-    assert "4 + 3 * 2 = 10" in text
-    assert "this host has 9 cuda devices" in text
     with pytest.raises(ConfigurationError, match="the Ray cluster has 1 cuda device\n"):
         check_fits(cfg, placement, backend="cuda", num_devices=1, where="the Ray cluster")
+    plain = plan_placement(sized(1000, 1), resource=None)
+    check_fits(cfg, plain, backend="cpu", num_devices=0, where="this host")
 
 
-def test_plain_cpus_are_never_too_few() -> None:
-    cfg = config(learner={"num_ranks": 1000})
-    check_fits(cfg, plan_placement(cfg, resource=None), backend="cpu", num_devices=0, where="this host")
+def test_a_restarted_actor_gets_the_place_and_the_devices_of_the_lost_one() -> None:
+    placement = replace(plan(1, 2, 4), strategies={"replica_1": "there"}, engine_env={"replica_1": {CUDA: "1"}})
+    restarted = f"replica_1{RESTARTED}3"
+    assert placement.options(restarted) == {"num_gpus": 4, "num_cpus": 1, "scheduling_strategy": "there"}
+    assert placement.options("replica_0") == {"num_gpus": 4, "num_cpus": 1}
+    assert placement.env(restarted) == {CUDA: "1"}
+    assert placement.env("replica_0") == placement.env("learner_0") == {}
+
+
+# --- nodes ---
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "learners", "engines"),
+    [
+        pytest.param((4, 4), hosts(8, 8), {"n0": 4}, {"n0": 2, "n1": 2}, id="engines are spread, learners are not"),
+        pytest.param((4, 1, 4), hosts(4, 4, driver=1), {"n1": 4}, {"n0": 1}, id="the driver's node is the first"),
+        pytest.param((8, 1, 4), hosts(4, 8), {"n1": 8}, {"n0": 1}, id="unless only another holds all learners"),
+        pytest.param((12, 2, 2), hosts(8, 8), {"n0": 8, "n1": 4}, {"n1": 2}, id="two nodes where one is too small"),
+        # Learners on one node of three would leave a device that no engine of two can use.
+        pytest.param((2, 2, 2), hosts(3, 3), {"n0": 1, "n1": 1}, {"n0": 1, "n1": 1}, id="engines need one piece"),
+    ],
+)
+def test_learners_share_few_nodes_and_leave_room_for_engines(
+    sizes: tuple[int, ...], nodes: list[Node], learners: dict[str, int], engines: dict[str, int]
+) -> None:
+    chosen = assign_nodes(plan(*sizes), nodes)
+    assert (by_node(chosen, "learner"), by_node(chosen, "replica")) == (learners, engines)
+    by_rank = [chosen[f"learner_{rank}"] for rank in range(sizes[0])]
+    assert by_rank == sorted(by_rank), "ranks of a node follow each other"
+
+
+def test_workers_stay_with_the_driver_while_there_is_room() -> None:
+    # Four learners take four CPUs of the driver's five, which leaves room for two workers of half a CPU.
+    chosen = assign_nodes(plan(4, 1, 4, workers=5), hosts(4, 4, cpus=5))
+    assert by_node(chosen, "rollout_worker") == {"n0": 2, "n1": 3}
+
+
+@pytest.mark.parametrize("sizes", itertools.product((1, 3, 8), (1, 2, 5), (1, 2, 4)))
+@pytest.mark.parametrize("gpus", [(8,), (8, 8), (4, 4, 4), (2, 8, 3, 1)])
+def test_no_node_holds_more_than_it_has(sizes: tuple[int, int, int], gpus: tuple[int, ...]) -> None:
+    placement, nodes = plan(*sizes, workers=3), hosts(*gpus)
+    try:
+        chosen = assign_nodes(placement, nodes)
+    except ConfigurationError:
+        ranks, replicas, tp = sizes
+        num_whole = sum(count // tp for count in gpus)
+        assert ranks + replicas * tp > sum(gpus) or replicas > num_whole, "it would have fitted"
+        return
+    assert chosen.keys() == placement.bundles.keys()
+    for node in nodes:
+        for resource, there_is in node.resources.items():
+            here = [name for name, where in chosen.items() if where == node.node_id]
+            assert sum(placement.bundles[name].get(resource, 0) for name in here) <= there_is
+
+
+def test_what_does_not_fit_is_refused_with_what_is_asked_and_what_every_node_has() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        assign_nodes(plan(2, 1, 8), hosts(4, 4))
+    text = str(caught.value)
+    assert "2 learners of 1 CPU + 1 GPU, 1 replica of 1 CPU + 8 GPU, 1 rollout worker of 0.5 CPU" in text
+    assert "10.0.0.0 (driver): 16 CPU + 4 GPU; 10.0.0.1: 16 CPU + 4 GPU" in text
+    assert "no node has 1 CPU + 8 GPU" in text
+    with pytest.raises(ConfigurationError, match="CPUs count too"):
+        assign_nodes(plan(2, 2), hosts(4, cpus=2))
+
+
+def test_what_is_free_decides_and_what_others_hold_is_waited_for_only_where_it_must_be() -> None:
+    """An engine of 4 devices has room in one piece only if the learners do not take a part of each free node."""
+    placement, nodes, cpus = plan(4, 1, 4), hosts(8, 4, 4), {"CPU": 16.0}
+    free = {"n0": cpus, "n1": {**cpus, "GPU": 4.0}, "n2": {**cpus, "GPU": 4.0}}
+    chosen = assign_free_nodes(placement, nodes, free)
+    assert (by_node(chosen, "learner"), by_node(chosen, "replica")) == ({"n1": 4}, {"n2": 1})
+    assert by_node(chosen, "rollout_worker") == {"n0": 1}
+    by_totals = assign_nodes(placement, nodes)
+    assert assign_free_nodes(placement, nodes, {**free, "n2": cpus}) == by_totals
+    assert assign_free_nodes(placement, nodes, {}) == by_totals
+    with pytest.raises(ConfigurationError, match=r"10\.0\.0\.1: 16 CPU \+ 4 GPU"):
+        assign_free_nodes(plan(4, 4, 4), nodes, free)
+
+
+@pytest.mark.parametrize(
+    ("placement", "gpus", "expected"),
+    [
+        # the recipes' 4 + 4 devices on three nodes of 8, and docs/multinode.md with all 24
+        (plan(4, 4), (8, 8, 8), "8 of 24 GPU; 3 on 10.0.0.0, 6 on 10.0.0.1, 7 on 10.0.0.2 stay idle"),
+        (plan(8, 16), (8, 8, 8), None),
+        (plan(4, 2, 2), (8,), None),
+        (plan(1, 1), (8,), "2 of 8 GPU; 6 on 10.0.0.0 stay idle"),
+        (plan(1, 1), (2, 0), None),
+        # a shared device is in use, and counts once
+        (shared(4, 1)[1], (4,), None),
+        (shared(4, 1)[1], (6,), "4 of 6 GPU; 2 on 10.0.0.0 stay idle"),
+    ],
+)
+def test_idle_devices_are_named_with_their_nodes(
+    placement: Placement, gpus: tuple[int, ...], expected: str | None
+) -> None:
+    nodes = hosts(*gpus)
+    chosen = assign_nodes(placement, nodes)
+    assert describe_idle_devices(chosen, placement.bundles, nodes, resource="GPU") == expected
+
+
+# --- shared devices ---
+
+
+def test_an_engine_is_on_the_node_of_its_learners_and_ray_counts_their_devices_once() -> None:
+    cfg, placement = shared(2, 2)
+    assert placement.num_devices == 4
+    assert (placement.bundles["learner_3"], placement.bundles["replica_1"]) == ({"CPU": 1, "GPU": 1}, {"CPU": 1})
+    units = [["learner_0", "learner_1", "replica_0"], ["learner_2", "learner_3", "replica_1"]]
+    assert placement.units == [*units, ["rollout_worker_0"]]
+    with pytest.raises(ConfigurationError, match=r"(?s)learner.num_ranks = 4.*this host has 3 cuda devices"):
+        check_fits(cfg, placement, backend="cuda", num_devices=3, where="this host")
+    # Three devices per node: the pairs of two must not be cut.
+    chosen = assign_nodes(placement, hosts(3, 3))
+    for unit in units:
+        assert len({chosen[name] for name in unit}) == 1
+    assert by_node(chosen, "learner") == {"n0": 2, "n1": 2}
+    with pytest.raises(ConfigurationError):
+        assign_nodes(placement, hosts(1, 3))
+
+
+def test_numbers_that_leave_a_device_alone_are_refused_but_a_cpu_has_none() -> None:
+    cfg = sized(3, 2, 2, name="colocated", in_flight="abort")
+    with pytest.raises(ConfigurationError, match=r"(?s)learner.num_ranks = 3.*2 \* 2 = 4"):
+        plan_placement(cfg, resource="GPU")
+    placement = plan_placement(cfg, resource=None)
+    assert not placement.is_paired
+    assert placement.num_cpus == pytest.approx(3 + 4 + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [(["2", "3"], "2,3"), (["GPU-b", "GPU-a"], "GPU-b,GPU-a"), (["2,0,1,3", "3,0,1,2"], "2,3,0,1")],
+)
+def test_an_engine_is_shown_its_learners_devices_first(seen: list[str], expected: str) -> None:
+    cfg, _ = shared(1, 2)
+    assert shared_devices_env(cfg, build("cuda"), seen) == [{CUDA: expected}]
+
+
+@pytest.mark.parametrize("inherited", [{}, {HIP: "0,1,2,3"}, {HIP: "0,1,2,3", CUDA: "0,1,2,3"}])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_starts_wherever_its_learners_do_under_either_name_of_their_devices(
+    tp: int, inherited: dict[str, str]
+) -> None:
+    backend, (cfg, _) = build("rocm"), shared(4 // tp, tp)
+    learners = [{**inherited, **shown(backend, [str(r)], num_devices=4, environ=inherited)} for r in range(4)]
+    for env in learners:
+        assert backend.check_env("learner", merge_env(backend.process_env("learner"), env, {})) == []
+    engines = shared_devices_env(cfg, backend, [env[HIP] for env in learners])
+    for replica, env in enumerate(engines):
+        assert env[HIP].split(",")[:tp] == [str(rank) for rank in ranks_of(replica, cfg)]
+        own = merge_env(backend.process_env("engine"), {**inherited, **env}, {})
+        assert backend.check_env("engine", own) == []

@@ -1,115 +1,80 @@
-"""What is refused before anything is started or written, and how the inputs are loaded."""
+"""What is refused before anything is started or written: files, packages, devices, the hub, models, plug-ins."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import socket
-import sys
 import time
+from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from transformers import LlamaConfig
 
 from rollout.errors import DataError
 from tests.fakes.scripted_run import prompt_set
 from trainer.__main__ import main
-from trainer.builtin import tiny_model
 from trainer.builtin.tiny_model import build_tokenizer
 from trainer.config.compose import load_config
+from trainer.config.schema import RunConfig
 from trainer.driver import models, preflight, run
 from trainer.driver.checkpointing import origin
 from trainer.driver.datasets import DataSets
+from trainer.driver.named_files import file_problems, looks_local
+from trainer.driver.preflight import check_inputs, check_own_functions, make_agent
 from trainer.errors import ConfigurationError
 from trainer.learner.checkpoint import begin, commit
 from trainer.tools.bench_workload import workload, write_inputs
 from weight_sync.device.select import build
 
 if TYPE_CHECKING:
-    from trainer.config.schema import RunConfig
+    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
 
 
 def tiny(*overrides: str) -> RunConfig:
     return load_config(["device=cpu", *overrides])
 
 
-def test_the_default_run_is_ready_without_making_the_model(tmp_path: Path) -> None:
+def refused(*overrides: str) -> Any:
+    """The only problem that `check_inputs` has with this configuration."""
+    with pytest.raises(ConfigurationError) as caught:
+        check_inputs(tiny(*overrides))
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_the_default_run_is_ready_without_making_the_model(here: Path) -> None:
     checked = preflight.preflight(tiny())
     assert checked.backend.name == "cpu"
     assert checked.resumed is None
-    assert len(checked.inputs.train.prompts) == 50 * 50 - 250
-    assert [len(one.prompts) for one in checked.inputs.evaluation] == [250]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_training_and_held_out_prompts_are_disjoint() -> None:
-    loaded = preflight.check_inputs(tiny())
-    assert not {p.text for p in loaded.train.prompts} & {p.text for p in loaded.evaluation[0].prompts}
-    prompt = loaded.evaluation[0].prompts[0]
-    assert build_tokenizer().decode(prompt.token_ids) == prompt.text
-
-
-def test_one_directory_for_both_sets_is_refused_where_splits_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    for name in ("train", "test"):
-        (tmp_path / "data" / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    with pytest.raises(DataError, match="both read"):
-        preflight.check_inputs(tiny("task.train_path=data", "task.eval_path=data"))
-    same = ["task.train_path=data/test.jsonl", "task.eval_path=data/test.jsonl"]
-    assert len(preflight.check_inputs(tiny(*same)).evaluation[0].prompts) == 1, "one that is named for both is meant so"
-
-
-def test_rows_that_are_left_out_are_counted_by_data_set_and_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    row, long = '{"prompt": "1+1=", "answer": "2"}\n', '{"prompt": "' + "1+" * 20 + '1=", "answer": "21"}\n'
-    (tmp_path / "train.jsonl").write_text(3 * row + long)
-    (tmp_path / "held_out.jsonl").write_text(row + long)
-    data = ["task.train_path=train.jsonl", "task.eval_path=held_out.jsonl"]
-    cfg = tiny(*data, "task.overlong_prompts=filter", "task.max_prompt_tokens=16")
-    loaded = preflight.check_inputs(cfg)
-    caplog.clear()
-    with caplog.at_level("INFO"):
-        preflight.log_inputs(cfg, loaded)
-    shared = (
-        "1 of 1 prompts of task.eval_path are among those of task.train_path: their accuracy says nothing of unseen "
-    )
-    shared += "problems; remove them from the training set"
-    left_out = "rows of {} that were left out: {} that repeat an earlier one (task.dedup), 1 over {}=16"
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", "1 training prompts, 1 held out"),
-        ("WARNING", left_out.format("task.train_path", 2, "task.max_prompt_tokens")),
-        ("WARNING", left_out.format("task.eval_path", 0, "task.max_prompt_tokens")),
-        ("WARNING", shared),
-        ("INFO", "weights: those of builtin:tiny"),
-    ]
-    assert preflight.check_inputs(tiny()).left_out == ()
-
-
-BROKEN_REWARD = "def reward(*, prompt, response, answer, metadata): raise KeyError('gold')\n"
+    assert checked.models["model.path"].vocab_size == 128
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.parametrize("model", ["nowhere", "empty"])
-def test_a_missing_model_a_bad_column_and_a_broken_reward_are_told_together(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_missing_model_a_bad_column_and_a_broken_reward_are_reported_together(
+    model: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The model is missed without torch (`nowhere`), or once it is read (`empty`)."""
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_text("{}")
-    (tmp_path / "empty" / "tokenizer.json").write_text("{}")
-    (tmp_path / "empty" / "model.safetensors").write_text("")
-    (tmp_path / "reward.py").write_text(BROKEN_REWARD)
-    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    (here / "empty").mkdir()
+    (here / "empty" / "config.json").write_text("{}")
+    (here / "empty" / "tokenizer.json").write_text("{}")
+    (here / "empty" / "model.safetensors").write_text("")
+    (here / "reward.py").write_text("def reward(*, prompt, response, answer, metadata): raise KeyError('gold')\n")
+    (here / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     wrong = ["device=cpu", f"model.path=./{model}", "task.reward.name=reward.py:reward"]
     assert main(wrong) == 2
     on_screen = capsys.readouterr().err
@@ -127,59 +92,171 @@ def test_a_missing_model_a_bad_column_and_a_broken_reward_are_told_together(
         (["model.tokenizer_path=./empty"], ConfigurationError, "model.tokenizer_path"),
         (["task.train_path=./rows.jsonl"], DataError, "question"),
         (["task.max_prompt_tokens=2"], DataError, "max_prompt_tokens"),
-        (
-            ["rollout.stop_token_ids=[5, 4000]"],
-            ConfigurationError,
-            "must be below 98, the number of tokens",
-        ),
+        (["rollout.stop_token_ids=[5, 4000]"], ConfigurationError, "must be below 98, the number of tokens"),
     ],
 )
 def test_what_cannot_work_is_refused_and_nothing_is_left(
-    overrides: list[str], kind: type[Exception], words: str, tmp_path: Path
+    overrides: list[str], kind: type[Exception], words: str, here: Path
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
-    before = sorted(tmp_path.rglob("*"))
-    cfg = replace(tiny(), run_dir="")
-    try:
-        cfg = tiny(*overrides)
-    except ConfigurationError as error:
-        assert kind is ConfigurationError or words in str(error)
-        return
+    (here / "empty").mkdir()
+    (here / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    before = sorted(here.rglob("*"))
     with pytest.raises(kind, match=words):
-        run.run(cfg, started_at=0.0)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def with_vocabulary(folder: Path, size: int) -> None:
-    """Makes `folder/model`, and a held-out set: of the two sets only this one has the token 33, which is `>`."""
-    write_inputs(workload("w1", is_tiny=True), folder)
-    config = folder / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": size}))
-    (folder / "model" / "pytorch_model.bin").touch()
-    (folder / "held_out.jsonl").write_text('{"prompt": "1+1>", "answer": "2"}\n')
+        run.run(tiny(*overrides), started_at=0.0)
+    assert sorted(here.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
-    ("key", "overrides"),
+    ("cores", "overrides", "begins"),
     [
-        ("model.path", []),
-        ("critic.path", ["algorithm=ppo", "model.path=some/hub-model"]),
-        ("algorithm.kl.reference_model", ["algorithm=opd", "model.path=some/hub-model"]),
+        (2, ["learner.num_ranks=3"], ["learner.num_ranks=3 processes share the 2 cores of this host"]),
+        (2, ["learner.num_ranks=2"], []),
+        (8, ["mode.max_staleness=4", "trainer.total_steps=4"], ["mode.max_staleness=4 is no bound for a run of"]),
+        (8, ["mode.max_staleness=3", "trainer.total_steps=4"], []),
     ],
 )
-def test_a_prompt_with_a_token_that_a_model_has_not_is_refused(key: str, overrides: list[str], tmp_path: Path) -> None:
-    """The highest token of the built-in prompts is `=`, 32."""
-    overrides = [*overrides, f"{key}={tmp_path / 'model'}", f"model.tokenizer_path={tmp_path / 'model'}"]
-    with_vocabulary(tmp_path, 33)
-    preflight.check_inputs(tiny(*overrides))
-    held_out = ["task.eval_path=held_out.jsonl"]
-    with pytest.raises(ConfigurationError, match=r"has no token 33, .* its vocabulary is 0 to 32"):
-        preflight.check_inputs(tiny(*overrides, *held_out))
-    with_vocabulary(tmp_path, 32)
-    with pytest.raises(ConfigurationError, match=r"has no token 32, .* its vocabulary is 0 to 31") as caught:
-        preflight.check_inputs(tiny(*overrides))
-    assert caught.value.problems[0].key == key
+def test_more_ranks_than_cores_and_a_staleness_beyond_the_run_are_warned_of(
+    cores: int, overrides: list[str], begins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: range(cores))
+    notes = preflight.preflight(tiny(*overrides)).inputs.notes
+    assert len(notes) == len(begins)
+    assert all(note.startswith(begin) for note, begin in zip(notes, begins, strict=True)), notes
+
+
+# --- named files ---
+
+
+def with_keys(**keys: Any) -> RunConfig:
+    """`section__key=value` for a nested key."""
+    config: Any = RunConfig()
+    for path, value in keys.items():
+        config = _changed(config, path.split("__"), value)
+    return config
+
+
+def _changed(node: Any, path: list[str], value: Any) -> Any:
+    name, *deeper = path
+    return replace(node, **{name: _changed(getattr(node, name), deeper, value) if deeper else value})
+
+
+def unusable(config: RunConfig | None = None, **keys: Any) -> list[str]:
+    return [problem.key for problem in file_problems(with_keys(**keys) if config is None else config)]
+
+
+def model_directory(path: Path, **described: Any) -> str:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(described))
+    (path / "tokenizer.json").write_text("{}")
+    return str(path)
+
+
+def test_what_is_named_and_missing_is_refused(here: Path) -> None:
+    (here / "file").write_text("x")
+    missing = str(here / "missing")
+    assert unusable(
+        run_dir=str(here / "file"),
+        model__path=missing,
+        model__tokenizer_path=missing,
+        task__train_path=missing + ".jsonl",
+        task__eval_path="also_missing.parquet",
+        task__reward__name=f"{missing}.py:score",
+        task__agent=f"{missing}.py:Loop",
+        checkpoint__resume=missing,
+    ) == [
+        "run_dir", "model.path", "model.tokenizer_path", "task.train_path", "task.eval_path", "task.reward.name",
+        "task.agent", "checkpoint.resume",
+    ]  # fmt: skip
+    assert unusable(model__path="builtin:huge", task__train_path="builtin:poems") == ["model.path", "task.train_path"]
+
+
+def test_hub_names_need_no_network() -> None:
+    names = {"model__path": "Qwen/Qwen2.5-7B", "task__train_path": "openai/gsm8k:main", "task__eval_path": "owner/name"}
+    assert unusable(**names) == []
+    assert not looks_local("gpt2") and looks_local("a/b/c") and looks_local("./b")
+
+
+def test_a_run_dir_that_cannot_be_made_is_refused_and_nothing_is_left_behind(here: Path) -> None:
+    (here / "file").write_text("x")
+    assert unusable(run_dir=str(here / "file" / "run")) == unusable(run_dir="/proc/run") == ["run_dir"]
+    assert unusable(run_dir=str(here / "new" / "run")) == []
+    assert [p.name for p in here.iterdir()] == ["file"]
+
+
+def test_a_model_directory_must_be_whole_and_must_fit(here: Path) -> None:
+    good = model_directory(here / "good", num_attention_heads=4, max_position_embeddings=1536)
+    assert unusable(model__path=good) == []
+    assert unusable(model__path=good, rollout__tensor_parallel_size=3) == ["rollout.tensor_parallel_size"]
+    assert unusable(model__path=good, rollout__max_response_tokens=1025) == ["rollout.max_response_tokens"]
+    (here / "good" / "tokenizer.json").unlink()
+    assert unusable(model__path=good) == ["model.path"]
+    (here / "good" / "tokenizer.json").write_text("{}")
+    (here / "good" / "config.json").write_text("{broken")
+    assert unusable(model__path=good) == ["model.path"]
+    (here / "good" / "config.json").unlink()
+    assert unusable(model__path=good) == ["model.path"]
+
+
+@pytest.mark.parametrize(("kv_heads", "fitting"), [(4, [1, 2, 4, 28]), (8, [1, 2, 4]), (28, [1, 2, 4, 7, 14, 28])])
+def test_key_value_heads_are_split_evenly_or_copied_evenly(here: Path, kv_heads: int, fitting: list[int]) -> None:
+    heads = {"num_attention_heads": 28, "num_key_value_heads": kv_heads}
+    for name, described in (("flat", heads), ("nested", {"vision_config": {}, "text_config": heads})):
+        path = model_directory(here / name, **described)
+        found = [tp for tp in range(1, 29) if not unusable(model__path=path, rollout__tensor_parallel_size=tp)]
+        assert found == fitting
+
+
+@pytest.mark.parametrize(
+    ("described", "is_limit"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, True),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, False),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, False),
+        ({"rope_scaling": None}, True),
+    ],
+)
+def test_a_context_is_a_limit_unless_it_is_stretched(here: Path, described: dict[str, Any], is_limit: bool) -> None:
+    path = model_directory(here / "model", max_position_embeddings=1000, **described)
+    assert unusable(model__path=path) == ["rollout.max_response_tokens"] * is_limit
+
+
+def test_critic_and_teacher_count_where_they_are_used(here: Path) -> None:
+    good, missing = model_directory(here / "good"), str(here / "missing")
+    assert unusable(algorithm__advantage_estimator="gae", critic__path=missing) == ["critic.path"]
+    assert unusable(algorithm__advantage_estimator="gae", critic__path=good) == unusable(critic__path=missing) == []
+    for path, keys in {
+        good: [],
+        "builtin:tiny": [],
+        "some/teacher": [],
+        "builtin:large": ["algorithm.kl.reference_model"],
+        missing: ["algorithm.kl.reference_model"],
+    }.items():
+        assert unusable(algorithm__kl__reference_model=path, algorithm__kl__coef=0.1) == keys
+    (here / "good" / "config.json").write_text(json.dumps({"max_position_embeddings": 100, "num_attention_heads": 3}))
+    teacher = {"algorithm__kl__reference_model": good, "algorithm__kl__coef": 0.1, "task__max_prompt_tokens": 60}
+    assert unusable(**teacher, rollout__max_response_tokens=41) == ["rollout.max_response_tokens"]
+    assert unusable(**teacher, rollout__max_response_tokens=40, rollout__tensor_parallel_size=2) == [], (
+        "engines do not have it"
+    )
+
+
+def test_an_argument_that_the_engine_does_not_have_is_refused_before_the_start() -> None:
+    args = {"block_sizee": 16, "enable_prefix_caching": True}
+    (problem,) = file_problems(with_keys(rollout__engine_args=args))
+    assert (problem.value, problem.hint) == ("block_sizee: 16", "did you mean block_size?")
+
+
+def test_a_port_in_use_is_refused_only_for_a_private_cluster() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert unusable(learner__port=port) == ["learner.port"]
+        assert unusable(learner__port=port, ray__address="auto") == []
+    assert unusable(learner__port=port) == []
+
+
+# --- packages and devices ---
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: tuple[str, ...] = ()) -> None:
@@ -214,132 +291,19 @@ def test_a_torchvision_of_another_torch_is_named_without_an_import_of_either(
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} was imported"))
     problems = list(preflight.torchvision_problems())
     assert len(problems) == is_refused
-    if problems:
-        assert f"torchvision {torchvision} with torch {torch}" in str(problems[0])
-        assert "pip uninstall torchvision" in str(problems[0])
+    for problem in problems:
+        assert f"torchvision {torchvision} with torch {torch}" in str(problem)
+        assert "pip uninstall torchvision" in str(problem)
 
 
-def test_an_unusable_device_is_a_configuration_error() -> None:
-    cfg = load_config(["device=cpu"])
-    with pytest.raises(ConfigurationError, match="device"):
-        preflight.preflight(replace(cfg, device=replace(cfg.device, name="npu")))
-
-
-@pytest.mark.parametrize("key", ["model.lora.rank=8", "+rollout.engine_args.speculative_config={method: ngram}"])
-def test_engines_that_load_weights_need_a_model_that_has_them(key: str, tmp_path: Path) -> None:
-    write_inputs(workload("w1", is_tiny=True), tmp_path)
-    overrides, drawn = [f"model.path={tmp_path / 'model'}", "mode=async"], "model.random_weights=true"
-    preflight.preflight(tiny(*overrides, drawn))  # weights from the seed come with the first version
-    with pytest.raises(ConfigurationError, match="has a config alone") as caught:
-        preflight.preflight(tiny(*overrides, drawn, key))
-    assert key.partition("=")[0].lstrip("+") in str(caught.value)
-    (tmp_path / "model" / "pytorch_model.bin").touch()
-    preflight.preflight(tiny(*overrides, key))
-
-
-def test_weights_are_drawn_only_where_that_is_asked_for_and_none_are_there(tmp_path: Path) -> None:
-    model, critic = tmp_path / "model", tmp_path / "critic"
-    write_inputs(workload("w1", is_tiny=True), tmp_path)
-    shutil.copytree(model, critic)
-    path, drawn = f"model.path={model}", "model.random_weights=true"
-    with pytest.raises(ConfigurationError, match=r"has no weights \(found \['chat_template") as caught:
-        preflight.preflight(tiny(path))
-    assert caught.value.problems[0].key == "model.path"
-    preflight.preflight(tiny(path, drawn))
-    of_critic = ("algorithm=ppo", f"critic.path={critic}")
-    with pytest.raises(ConfigurationError, match="has no weights") as caught:
-        preflight.preflight(tiny(path, drawn, *of_critic))
-    assert caught.value.problems[0].key == "critic.path", "it is the policy that is drawn"
-    preflight.preflight(tiny(path, drawn, "algorithm=ppo", f"critic.path={model}"))
-    with pytest.raises(ConfigurationError, match="has no weights") as caught:
-        preflight.preflight(tiny(path, drawn, "algorithm=opd", f"algorithm.kl.reference_model={critic}"))
-    assert caught.value.problems[0].key == "algorithm.kl.reference_model", "a teacher has something to teach"
-    (model / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigurationError, match=r"has weights, which model\.random_weights=true would not read"):
-        preflight.preflight(tiny(path, drawn))
-    for elsewhere in ("builtin:tiny", "owner/name"):
-        with pytest.raises(ConfigurationError, match="must be the directory of a config without weights"):
-            preflight.check_inputs(tiny(f"model.path={elsewhere}", drawn))
-
-
-def test_missing_weights_are_told_before_what_a_checkpoint_says_of_the_seed(tmp_path: Path) -> None:
-    write_inputs(workload("w1", is_tiny=True), tmp_path)
-    cfg = tiny(f"model.path={tmp_path / 'model'}", "algorithm.kl.coef=0.1", "model.random_weights=true", "run_dir=run")
-    tmp = begin(tmp_path / "run" / "checkpoints", 5)
-    commit(tmp, {"run": {"step": 5}, "buffer": {"prompts": []}, "origin": origin(cfg)})
-    with pytest.raises(ConfigurationError, match="has no weights"):
-        preflight.check_inputs(replace(cfg, model=replace(cfg.model, random_weights=False)))
-
-
-def test_where_weights_come_from_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    cfg = tiny("model.path=here", "seed=3")
-    with caplog.at_level("INFO"):
-        for is_drawn in (False, True):
-            one = replace(cfg, model=replace(cfg.model, random_weights=is_drawn))
-            preflight.log_inputs(one, DataSets(train=prompt_set(), evaluation=()))
-    assert [text for text in caplog.messages if "weights" in text] == [
-        "weights: those of here",
-        "weights: drawn from seed 3",
-    ]
-
-
-def test_the_built_in_model_name_becomes_its_directory(tmp_path: Path) -> None:
-    cfg = tiny()
-    assert Path(tiny_model.with_model_directory(cfg).model.path).parent == tmp_path / "cache"
-    other = replace(cfg, model=replace(cfg.model, path="some/model"))
-    assert tiny_model.with_model_directory(other) == other
-
-
-def run_python(code: str, **how: Any) -> None:
-    asyncio.run(tiny_model._run_to_end([sys.executable, "-c", code], **({"timeout_s": 30.0} | how)))
-
-
-def test_a_helper_process_that_fails_says_its_last_words() -> None:
-    with pytest.raises(RuntimeError, match="exited with 1: ValueError: no disk"):
-        run_python("print('noise'); raise ValueError('no disk')")
-
-
-def test_a_helper_process_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[asyncio.subprocess.Process] = []
-    start = asyncio.create_subprocess_exec
-
-    async def noted(*arguments: Any, **how: Any) -> asyncio.subprocess.Process:
-        started.append(await start(*arguments, **how))
-        return started[-1]
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="did not end within 2 s"):
-        run_python("import time; time.sleep(600)", timeout_s=2.0)
-    assert time.monotonic() - begin < 60
-    (helper,) = started
-    assert not Path(f"/proc/{helper.pid}").exists()
-
-
-def test_a_helper_process_ends_when_the_run_is_cancelled(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-
-    async def main() -> None:
-        task = asyncio.create_task(tiny_model._run_to_end([sys.executable, "-c", code], timeout_s=60.0))
-        while not (pid_file.exists() and pid_file.read_text()):
-            await asyncio.sleep(0.02)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-    assert not Path(f"/proc/{pid_file.read_text()}").exists()
-
-
-def test_a_device_that_is_named_may_be_elsewhere_on_a_cluster_that_is_joined() -> None:
+def test_a_named_device_may_be_elsewhere_on_a_joined_cluster() -> None:
     """No accelerator is on the machines that run this. `cuda` stands for one that only other nodes have."""
     if build("cuda").is_available():
         pytest.skip("this machine has the device")
-    named = ["device=cuda", "model.path=builtin:tiny"]
+    cuda = ["device=cuda", "model.path=builtin:tiny"]
     with pytest.raises(ConfigurationError, match="device 'cuda' was asked for but cannot be used"):
-        preflight.preflight(load_config(named))
-    checked = preflight.preflight(load_config([*named, "ray.address=auto"]))
+        preflight.preflight(load_config(cuda))
+    checked = preflight.preflight(load_config([*cuda, "ray.address=auto"]))
     assert (checked.backend.name, checked.placement.num_devices) == ("cuda", 3)
 
 
@@ -350,20 +314,6 @@ def test_a_private_cluster_with_fewer_cpus_than_its_actors_take_is_refused() -> 
         preflight.preflight(tiny(*sizes, "ray.num_cpus=4"))
     for enough in (5, 0):
         assert preflight.preflight(tiny(*sizes, f"ray.num_cpus={enough}")).placement.num_cpus == 4.5
-
-
-@pytest.mark.parametrize(("is_offline", "says"), [("1", "HF_HUB_OFFLINE is set"), ("0", "check the name or directory")])
-def test_a_tokenizer_of_the_hub_that_may_not_be_fetched_says_why(
-    monkeypatch: pytest.MonkeyPatch, is_offline: str, says: str
-) -> None:
-    def refuse(path: str, **_: object) -> None:
-        raise OSError("not in the cache")
-
-    monkeypatch.setenv("HF_HUB_OFFLINE", is_offline)
-    monkeypatch.setattr(models, "load_tokenizer", refuse)
-    cfg = load_config(["model.path=some/model"])
-    with pytest.raises(ConfigurationError, match=says):
-        models.policy_tokenizer(cfg)
 
 
 def test_engines_that_cannot_sleep_share_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,20 +330,381 @@ def test_engines_that_cannot_sleep_share_no_devices(monkeypatch: pytest.MonkeyPa
 
 def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        assert not list(preflight._ray_address_problems(address))
+        joined = tiny(f"ray.address=127.0.0.1:{server.getsockname()[1]}")
+        assert not list(preflight._ray_address_problems(joined))
     for name in ("local", "auto", "ray://somewhere:10001"):
-        assert not list(preflight._ray_address_problems(name))
-    (problem,) = preflight._ray_address_problems(address)
+        assert not list(preflight._ray_address_problems(tiny(f"ray.address={name}")))
+    (problem,) = preflight._ray_address_problems(joined)
     assert problem.key == "ray.address" and "no Ray cluster can be reached there" in problem.message
 
 
-def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(tmp_path: Path) -> None:
+# --- the hub ---
+
+MODEL = "some/model"
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, here: Path) -> pytest.MonkeyPatch:
+    """With empty caches."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", here / "datasets")
+    return monkeypatch
+
+
+@pytest.fixture
+def closed(online: pytest.MonkeyPatch) -> str:
+    """The address of a hub that refuses connections."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    online.setattr("huggingface_hub.constants.ENDPOINT", address)
+    return address
+
+
+def missing_at_hub(*overrides: str) -> dict[str, str]:
+    return {problem.key: problem.value for problem in models.hub_problems(load_config(list(overrides)))}
+
+
+def put_in_cache(folder: Path, file: str) -> None:
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "snapshots" / "abc" / file).write_text("{}")
+
+
+def test_a_hub_that_refuses_is_reported_at_once_with_the_model_and_what_to_do(
+    closed: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    problem = refused(f"model.path={MODEL}")
+    assert time.monotonic() - began < models.REACH_TIMEOUT_S
+    assert (problem.key, problem.value) == ("model.path", MODEL)
+    for words in ("hub cannot be reached", closed, "HF_HUB_OFFLINE=1", "model.path=DIR"):
+        assert words in str(problem)
+    assert "Retrying" not in capfd.readouterr().err
+
+
+def test_a_hub_that_is_silent_is_not_waited_for(online: pytest.MonkeyPatch) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        online.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        online.setattr(models, "REACH_TIMEOUT_S", 0.2)
+        (problem,) = models.hub_problems(load_config([f"model.path={MODEL}"]))
+    assert "hub cannot be reached" in str(problem)
+
+
+def test_a_hub_that_answers_is_there_even_if_it_refuses(online: pytest.MonkeyPatch) -> None:
+    server = HTTPServer(("127.0.0.1", 0), Refusing)
+    online.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    thread = Thread(target=server.handle_request)
+    thread.start()
+    assert missing_at_hub(f"model.path={MODEL}") == {}
+    thread.join()
+    server.server_close()
+
+
+def test_what_has_to_be_fetched_is_named_once_and_what_is_here_asks_no_hub(closed: str, here: Path) -> None:
+    tokenizer, teacher = (
+        "model.tokenizer_path=some/tokenizer",
+        ["algorithm.kl.coef=0.1", "algorithm.kl.reference_model=some/t"],
+    )
+    assert missing_at_hub(f"model.path={MODEL}", tokenizer, "task=gsm8k", *teacher) == {
+        "model.path": MODEL,
+        "algorithm.kl.reference_model": "some/t",
+        "model.tokenizer_path": "some/tokenizer",
+        "task.train_path": "openai/gsm8k:main",
+    }
+    (here / "mine.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    assert missing_at_hub() == missing_at_hub("task.train_path=mine.jsonl", "task.eval_path=mine.jsonl") == {}
+    put_in_cache(here / "hub" / "models--some--tokenizer", "tokenizer.json")
+    joined = [f"model.path={MODEL}", tokenizer, "ray.address=auto"]
+    assert missing_at_hub(*joined) == {}, "on a joined cluster only what is read here has to be here"
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "override"),
+    [
+        ("hub/models--some--model", "config.json", f"model.path={MODEL}"),
+        ("hub/models--some--model", "tokenizer.json", f"model.path={MODEL}"),
+        ("hub/datasets--openai--gsm8k", "README.md", "task=gsm8k"),
+        ("datasets/openai___gsm8k", "README.md", "task=gsm8k"),
+    ],
+)
+def test_what_is_in_the_cache_asks_no_hub(closed: str, here: Path, folder: str, file: str, override: str) -> None:
+    assert missing_at_hub(override)
+    put_in_cache(here / folder, file)
+    assert missing_at_hub(override) == {}
+
+
+def test_offline_no_hub_is_asked(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert missing_at_hub(f"model.path={MODEL}") == {}
+
+
+@pytest.mark.parametrize(("is_offline", "hint"), [("1", "HF_HUB_OFFLINE is set"), ("0", "check the name or directory")])
+def test_a_tokenizer_of_the_hub_that_may_not_be_fetched_is_reported_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, is_offline: str, hint: str
+) -> None:
+    def refuse(path: str, **_: object) -> None:
+        raise OSError("not in the cache")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(models, "load_tokenizer", refuse)
+    with pytest.raises(ConfigurationError, match=hint):
+        models.policy_tokenizer(load_config(["model.path=some/model"]))
+
+
+# --- weights and vocabularies ---
+
+
+def with_vocabulary(folder: Path, size: int) -> None:
+    """Makes `folder/model`, and a held-out set: of the two sets only this one has the token 33, which is `>`."""
+    write_inputs(workload("w1", is_tiny=True), folder)
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": size}))
+    (folder / "model" / "pytorch_model.bin").touch()
+    (folder / "held_out.jsonl").write_text('{"prompt": "1+1>", "answer": "2"}\n')
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("model.path", []),
+        ("critic.path", ["algorithm=ppo", "model.path=some/hub-model"]),
+        ("algorithm.kl.reference_model", ["algorithm=opd", "model.path=some/hub-model"]),
+    ],
+)
+def test_a_prompt_with_a_token_that_a_model_has_not_is_refused(key: str, overrides: list[str], here: Path) -> None:
+    """The highest token of the built-in prompts is `=`, 32."""
+    overrides = [*overrides, f"{key}={here / 'model'}", f"model.tokenizer_path={here / 'model'}"]
+    with_vocabulary(here, 33)
+    check_inputs(tiny(*overrides))
+    text = refused(*overrides, "task.eval_path=held_out.jsonl").message
+    assert text.startswith("has no token 33, ") and text.endswith(" its vocabulary is 0 to 32")
+    with_vocabulary(here, 32)
+    problem = refused(*overrides)
+    assert problem.key == key
+    assert "has no token 32, " in problem.message and problem.message.endswith(" its vocabulary is 0 to 31")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(here: Path) -> None:
     size = build_tokenizer().vocab_size
-    with_vocabulary(tmp_path, size - 1)
-    shutil.copytree(tmp_path / "model", tmp_path / "tokenizer")
-    cfg = tiny(f"model.path={tmp_path / 'model'}", f"model.tokenizer_path={tmp_path / 'tokenizer'}")
-    with pytest.raises(ConfigurationError, match=rf"has {size} tokens, but the embedding of .* has {size - 1} rows"):
-        preflight.check_inputs(cfg)
-    with_vocabulary(tmp_path, size)
-    preflight.check_inputs(cfg)
+    with_vocabulary(here, size - 1)
+    shutil.copytree(here / "model", here / "tokenizer")
+    overrides = [f"model.path={here / 'model'}", f"model.tokenizer_path={here / 'tokenizer'}"]
+    assert (
+        refused(*overrides).message == f"has {size} tokens, but the embedding of {here / 'model'} has {size - 1} rows"
+    )
+    with_vocabulary(here, size)
+    check_inputs(tiny(*overrides))
+
+
+@pytest.mark.parametrize("key", ["model.lora.rank=8", "+rollout.engine_args.speculative_config={method: ngram}"])
+def test_engines_that_load_weights_need_a_model_that_has_them(key: str, here: Path) -> None:
+    write_inputs(workload("w1", is_tiny=True), here)
+    overrides, drawn = [f"model.path={here / 'model'}", "mode=async"], "model.random_weights=true"
+    check_inputs(tiny(*overrides, drawn))  # weights from the seed come with the first version
+    text = str(refused(*overrides, drawn, key))
+    assert "has a config alone" in text and key.partition("=")[0].lstrip("+") in text
+    (here / "model" / "pytorch_model.bin").touch()
+    check_inputs(tiny(*overrides, key))
+
+
+def test_weights_are_drawn_only_where_that_is_asked_for_and_none_are_there(here: Path) -> None:
+    model, critic = here / "model", here / "critic"
+    write_inputs(workload("w1", is_tiny=True), here)
+    shutil.copytree(model, critic)
+    path, drawn = f"model.path={model}", "model.random_weights=true"
+    for overrides, key in (
+        ([path], "model.path"),
+        # It is the policy that is drawn, and a teacher has something to teach.
+        ([path, drawn, "algorithm=ppo", f"critic.path={critic}"], "critic.path"),
+        ([path, drawn, "algorithm=opd", f"algorithm.kl.reference_model={critic}"], "algorithm.kl.reference_model"),
+    ):
+        problem = refused(*overrides)
+        assert problem.key == key and "has no weights (found ['chat_template" in problem.message
+    check_inputs(tiny(path, drawn))
+    check_inputs(tiny(path, drawn, "algorithm=ppo", f"critic.path={model}"))
+    (model / "pytorch_model.bin").touch()
+    assert "has weights, which model.random_weights=true would not read" in refused(path, drawn).message
+    for elsewhere in ("builtin:tiny", "owner/name"):
+        with pytest.raises(ConfigurationError, match="must be the directory of a config without weights"):
+            check_inputs(tiny(f"model.path={elsewhere}", drawn))
+
+
+def test_missing_weights_are_reported_before_a_checkpoint_with_another_seed(here: Path) -> None:
+    write_inputs(workload("w1", is_tiny=True), here)
+    cfg = tiny(f"model.path={here / 'model'}", "algorithm.kl.coef=0.1", "model.random_weights=true", "run_dir=run")
+    tmp = begin(here / "run" / "checkpoints", 5)
+    commit(tmp, {"run": {"step": 5}, "buffer": {"prompts": []}, "origin": origin(cfg)})
+    with pytest.raises(ConfigurationError, match="has no weights"):
+        check_inputs(replace(cfg, model=replace(cfg.model, random_weights=False)))
+
+
+def test_where_weights_come_from_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = tiny("model.path=here", "seed=3")
+    with caplog.at_level("INFO"):
+        for is_drawn in (False, True):
+            one = replace(cfg, model=replace(cfg.model, random_weights=is_drawn))
+            preflight.log_inputs(one, DataSets(train=prompt_set(), evaluation=()))
+    found = [text for text in caplog.messages if "weights" in text]
+    assert found == ["weights: those of here", "weights: drawn from seed 3"]
+
+
+# --- the teacher ---
+
+
+def teacher(path: Path, *, vocab_size: int = 128, tokenizer: Any = None) -> str:
+    """Saves one; the override that names it."""
+    LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
+    ).save_pretrained(path)
+    (path / "pytorch_model.bin").touch()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+    return f"algorithm.kl.reference_model={path}"
+
+
+def compared(*overrides: str, tokenizer: Any = None) -> list[Any]:
+    cfg = tiny(*overrides)
+    return list(models.teacher_problems(cfg, models.read_models(cfg), tokenizer or build_tokenizer()))
+
+
+@pytest.mark.parametrize("vocab_size", [128, 160])
+def test_padding_and_tokens_that_one_alone_names_do_not_matter(here: Path, vocab_size: int) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<think>"])
+    assert compared("algorithm=opd", teacher(here / "t", vocab_size=vocab_size, tokenizer=tokenizer)) == []
+    assert compared("algorithm=opd", "algorithm.kl.reference_model=builtin:tiny", tokenizer=tokenizer) == []
+
+
+def test_a_teacher_with_fewer_rows_or_other_tokens_is_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = refused("algorithm=opd", teacher(here / "small", vocab_size=127, tokenizer=build_tokenizer()))
+    assert problem.key == "algorithm.kl.reference_model" and "has 127 tokens, the policy 128" in problem.message
+    with monkeypatch.context() as patch:
+        names = {token: index for index, token in enumerate(build_tokenizer().get_vocab())}
+        names["0"], names["1"] = names["1"], names["0"]
+        patch.setattr("trainer.builtin.tiny_model.VOCABULARY", names)
+        other = teacher(here / "other", tokenizer=build_tokenizer())
+    text = str(refused("algorithm=opd", other))
+    assert "the policy's tokenizer as" in text and "tokens differ)" in text
+
+
+def test_a_teacher_that_cannot_be_compared_is_warned_of(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    override = teacher(here / "t")
+    (note,) = check_inputs(tiny("algorithm=opd", override))[0].notes
+    assert f"{override} has no tokenizer" in note
+    monkeypatch.setattr(models, "load_tokenizer", lambda *_, **__: pytest.fail("the hub is waited for once"))
+    (note,) = compared("algorithm=opd", "algorithm.kl.reference_model=some/teacher")
+    assert "algorithm.kl.reference_model=some/teacher cannot be read here" in note
+    assert compared("algorithm.kl.coef=0.1") == [], "without a teacher there is nothing to compare"
+
+
+# --- plug-ins ---
+
+PLUGINS = """
+from trainer.config.algorithm import EstimatorTraits, with_traits
+
+def loss(inputs, *, beta): ...
+
+def estimator(groups): ...
+
+@with_traits(EstimatorTraits(needs_peers=False))
+def alone(groups): ...
+
+@with_traits(EstimatorTraits(needs_peers=False, uses_parts=True, reward_to_go=True))
+def greedy(groups): ...
+
+class Loop:
+    def __init__(self, turns=1): ...
+    async def run(self, prompt, max_tokens, generate): ...
+
+def not_a_loop():
+    return 3
+"""
+
+
+@pytest.fixture
+def plugins(here: Path) -> None:
+    (here / "plugins_for_test.py").write_text(PLUGINS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm.loss=plugins_for_test.los"], "did you mean 'loss'?"),
+        (["algorithm.loss=plugins_for_test.loss"], "missing a required argument: 'beta'"),
+        (["algorithm.loss=no_such_module_for_test.loss"], "does not import"),
+        (["algorithm.advantage_estimator=plugins_for_test.MODULE"], "has no 'MODULE'"),
+        (["algorithm.advantage_estimator=plugins_for_test.estimator", "rollout.group_size=1"], "rollout.group_size"),
+        (
+            ["algorithm.advantage_estimator=plugins_for_test.alone", "algorithm.dynamic_sampling=true"],
+            "algorithm.dynamic_sampling",
+        ),
+        (
+            ["algorithm.advantage_estimator=plugins_for_test.estimator", "algorithm.normalize_by_std=false"],
+            "algorithm.normalize_by_std",
+        ),
+        (
+            ["algorithm.advantage_estimator=plugins_for_test.greedy", "algorithm.normalize_by_std=false"],
+            "algorithm.normalize_by_std",
+        ),
+        (
+            ["algorithm.advantage_estimator=plugins_for_test.greedy", "+algorithm.gdpo_weights.correct=2.0"],
+            "algorithm.gdpo_weights",
+        ),
+        (
+            [
+                "algorithm.advantage_estimator=plugins_for_test.greedy",
+                "algorithm.kl.coef=0.1",
+                "algorithm.kl.apply_to=reward",
+            ],
+            "declares reward_to_go",
+        ),
+    ],
+)
+def test_a_loss_or_estimator_that_cannot_work_is_refused(overrides: list[str], words: str, plugins: None) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_own_functions(tiny(*overrides))
+    assert words in str(caught.value)
+
+
+def test_a_loss_and_an_estimator_that_work_pass(plugins: None) -> None:
+    check_own_functions(tiny("algorithm.loss=plugins_for_test.loss", "+algorithm.loss_args.beta=0.1"))
+    check_own_functions(tiny("algorithm.advantage_estimator=plugins_for_test.alone", "rollout.group_size=1"))
+    check_own_functions(tiny())
+
+
+@pytest.mark.parametrize(
+    "agent", ["plugins_for_test.Loop", "plugins_for_test.py:Loop", "{here}/plugins_for_test.py:Loop"]
+)
+def test_an_agent_is_named_by_its_module_or_its_file(agent: str, plugins: None, here: Path) -> None:
+    agent = agent.format(here=here)
+    for args in ("{}", "{turns: 2}"):
+        assert type(make_agent(load_config([f"task.agent={agent}", f"task.agent_args={args}"]))).__name__ == "Loop"
+    make_agent(load_config([]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.agent=loop"], r"task\.agent = loop\n .*is no dotted path; give package\.module\.name"),
+        (["task.agent=plugins_for_test.Lop"], "did you mean 'Loop'"),
+        (["task.agent=plugins_for_test.py:Lop"], "did you mean 'Loop'"),
+        (["task.agent=nowhere.Loop"], "does not import: ModuleNotFoundError"),
+        (["task.agent=plugins_for_test.not_a_loop"], "returned a int, which has no method run; give"),
+        (["task.agent=plugins_for_test.Loop", "task.agent_args={n: 1}"], "unexpected keyword argument 'n'"),
+    ],
+)
+def test_an_agent_that_cannot_be_made_is_refused(overrides: list[str], message: str, plugins: None) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_agent(load_config(overrides))

@@ -321,12 +321,12 @@ class Start:
         return run_module.run(self.cfg, started_at=0.0)
 
     def _preflight(self, cfg: Any) -> PreflightResult:
-        inputs = DataSets(train=prompt_set(), evaluation=(), left_out=self.left_out)
+        inputs = DataSets(train=prompt_set(), evaluation=(), notes=self.left_out)
         backend: Any = SimpleNamespace(name="cpu")
         placement: Any = None
         resumed = find_resume_point(cfg, self.checkpoints)
         self.after_preflight()
-        return PreflightResult(backend=backend, placement=placement, inputs=inputs, resumed=resumed)
+        return PreflightResult(backend=backend, placement=placement, inputs=inputs, models={}, resumed=resumed)
 
     def _step(self, name: str) -> Any:
         async def step(*_: object) -> None:

@@ -15,7 +15,5 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def shape_7b(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
-    directory = tmp_path_factory.mktemp("qwen")
-    QWEN_7B.save_pretrained(directory)
-    return model_shape(ModelConfig(), str(directory))
+def shape_7b() -> ModelShape:
+    return model_shape(ModelConfig(), QWEN_7B)

@@ -17,7 +17,7 @@ from trainer.__main__ import main
 from trainer.builtin.tiny_model import build_tokenizer
 from trainer.config.cli import parse
 from trainer.config.compose import load_config, resolve
-from trainer.driver.datasets import training_source
+from trainer.driver.datasets import make_source
 from trainer.driver.placement import Node, assign_nodes, check_fits, plan_placement
 from trainer.driver.preflight import check_inputs, preflight
 from trainer.errors import ConfigurationError
@@ -167,7 +167,7 @@ def test_a_run_on_devices_elsewhere_resumes_from_a_checkpoint_of_their_kind(
     keys = (f"model.path={tmp_path / 'model'}", "model.random_weights=true", "algorithm.kl.coef=0.1")
     cfg, problems = resolve(parse(list(keys)))
     assert not problems
-    source = training_source(cfg, check_inputs(cfg).train).state_dict()
+    source = make_source(cfg, check_inputs(cfg)[0].train, None).state_dict()
     began = {"model.path": cfg.model.path, "seed": cfg.seed, "device.name": "npu"}
     save_checkpoint(tmp_path / "before", {"origin": began, "source": source})
     code, _, err = run_trainer("--dry-run", *keys, "run_dir=before")
@@ -184,7 +184,7 @@ def test_the_mean_of_the_responses_reaches_the_plan(run_trainer: Trainer, capsys
     evaluation = ("trainer.eval_samples=64", "trainer.eval_temperature=1.0", few)
     cfg, problems = resolve(parse(["--dry-run", *RANDOM, "rollout.max_response_tokens=12", *evaluation]))
     assert not problems
-    num_held_out = len(check_inputs(cfg).evaluation[0].prompts)
+    num_held_out = len(check_inputs(cfg)[0].evaluation[0].prompts)
     dry_run(cfg, device_memory_gib=80.0, response_tokens=5.0)
     out = capsys.readouterr().out
     assert "5 tokens, on average" in out and "12 tokens" not in out
@@ -265,7 +265,7 @@ def refusal_of_a_start(cfg: RunConfig, counts: tuple[int, ...], cpus: int) -> st
             Node(node_id=f"id{i}", address=f"node {i}", resources={"CPU": cpus, "GPU": count}, is_driver=i == 0)
             for i, count in enumerate(counts)
         ]
-        assign_nodes(cfg, bundles, nodes)
+        assign_nodes(bundles, nodes)
     return str(caught.value)
 
 

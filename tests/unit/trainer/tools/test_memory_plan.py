@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma4TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV2Config, Gemma4TextConfig
 
 from tests.fakes.learner import KINDS, process_group, run_config, save_tiny
 from tests.fakes.model_7b import BIG, NUM_7B, QWEN_7B, config, planned
@@ -51,9 +51,9 @@ def test_a_shape_is_read_from_the_config_alone(shape_7b: ModelShape) -> None:
 def test_tied_weights_count_once_and_experts_by_what_a_token_visits(tmp_path: Path) -> None:
     for kind in ("qwen2", "qwen3_moe"):
         KINDS[kind]().save_pretrained(tmp_path / kind)
-    tied = model_shape(ModelConfig(), str(tmp_path / "qwen2"))
+    tied = model_shape(ModelConfig(), AutoConfig.from_pretrained(tmp_path / "qwen2"))
     assert tied.num_head_params == 0
-    assert model_shape(ModelConfig(), str(tmp_path / "qwen3_moe")).intermediate_size == 2 * 32
+    assert model_shape(ModelConfig(), AutoConfig.from_pretrained(tmp_path / "qwen3_moe")).intermediate_size == 2 * 32
 
 
 def test_state_of_a_rank_is_sixteen_bytes_per_parameter_over_the_ranks(shape_7b: ModelShape) -> None:
@@ -149,7 +149,7 @@ def test_a_shared_device_holds_either_side_and_the_arena(shape_7b: ModelShape) -
 def test_adapters_alone_are_trained_and_published(tmp_path: Path, shape_7b: ModelShape) -> None:
     pytest.importorskip("peft")
     QWEN_7B.save_pretrained(tmp_path)
-    shape = model_shape(ModelConfig(lora=LoraConfig(rank=8)), str(tmp_path))
+    shape = model_shape(ModelConfig(lora=LoraConfig(rank=8)), AutoConfig.from_pretrained(tmp_path))
     # q, o: 2 x (in + out); k, v; gate, up, down.
     e, kv, i = 3584, 512, 18944
     assert shape.num_adapter_params == 28 * 8 * (2 * (e + e) + 2 * (e + kv) + 3 * (e + i))
@@ -192,7 +192,7 @@ def test_an_engine_generates_no_more_at_once_than_the_requests_it_is_given(shape
 def test_blocks_that_differ_in_their_heads_are_planned_as_the_largest(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "global_head_dim": 48}
     Gemma4TextConfig(vocab_size=128, head_dim=16, num_attention_heads=4, **sizes).save_pretrained(tmp_path)
-    assert model_shape(ModelConfig(), str(tmp_path)).head_dim == 48
+    assert model_shape(ModelConfig(), AutoConfig.from_pretrained(tmp_path)).head_dim == 48
 
 
 def test_the_cache_of_latent_attention_holds_the_latent_on_every_device(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_the_cache_of_latent_attention_holds_the_latent_on_every_device(tmp_path
         vocab_size=128, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3,
         num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512, qk_rope_head_dim=64, n_routed_experts=4,
     ).save_pretrained(tmp_path)  # fmt: skip
-    shape = model_shape(ModelConfig(), str(tmp_path))
+    shape = model_shape(ModelConfig(), AutoConfig.from_pretrained(tmp_path))
     for tp in (1, 8):
         assert shape.kv_bytes_per_token(tensor_parallel_size=tp, dtype_bytes=2) == 3 * (512 + 64) * 2
 
@@ -265,7 +265,7 @@ def test_a_real_learner_allocates_what_was_planned(tiny_dir: Path, tmp_path: Pat
         real = PolicyTrainer(cfg, device=torch.device("cpu"), backend=backend)
         params = [p.to_local() if isinstance(p, DTensor) else p for p in real.model.parameters()]
         moments = [t for state in real._optimizers[""]._adamw.state.values() for t in state.values() if t.ndim]
-    shape = model_shape(cfg.model, str(tiny_dir))
+    shape = model_shape(cfg.model, AutoConfig.from_pretrained(tiny_dir))
     host = Device(name="cpu", total_bytes=64 * GIB, is_shared=True)
     parts = {item.name: item.nbytes for item in learner_items(cfg, shape, host, reference=None, critic=None)}
     assert parts["masters (float32)"] == sum(p.numel() * p.element_size() for p in params)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from rollout.types import Group, Trajectory
 from tests.fakes.learner import KINDS
@@ -74,7 +74,7 @@ def critics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
         ).save_pretrained(directory)
-        found[name] = model_shape(ModelConfig(), str(directory))
+        found[name] = model_shape(ModelConfig(), AutoConfig.from_pretrained(directory))
     return found
 
 
@@ -145,7 +145,7 @@ def test_forward_and_backward_are_the_operations_that_a_run_counts(tmp_path: Pat
         add_adapters(hf, check_architecture(hf), lora, base_dtype=torch.float32)
     counted = flops.model_flops(hf)
     assert counted is not None
-    shape = model_shape(ModelConfig(lora=lora), str(tmp_path))
+    shape = model_shape(ModelConfig(lora=lora), AutoConfig.from_pretrained(tmp_path))
     assert bool(shape.num_adapter_params) == bool(rank)
     assert training_flops(shape, recomputes=False) == counted.per_token + counted.per_loss_token
 
