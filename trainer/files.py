@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from pathlib import Path  # noqa: TC003 - `_cut_torn_line` and its callers share it
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -39,15 +42,10 @@ def append_whole(path: Path, data: bytes) -> None:
 
 def append_line(path: Path, line: bytes) -> None:
     """As `append_whole`, after a last line that a crash tore is cut. `line` ends with its line break."""
-    cut_torn_line(path)
-    append_whole(path, line)
-
-
-def cut_torn_line(path: Path) -> None:
-    """Remove what comes after the last line break. A file that does not exist stays so."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    append_whole(path, line)
 
 
 def replace_directory(written: Path, final: Path) -> None:

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from rollout.types import SamplingParams
 
 
+class Counting:
+    """A tokenizer that decodes to the number of tokens: the cost of texts is not what is simulated."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(len(token_ids)) if skip_special_tokens else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """How long answers are and how fast they come."""

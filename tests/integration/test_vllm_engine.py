@@ -270,8 +270,8 @@ class TestVllmEngine(EngineContract):
     max_model_len = 4096
     stop_token = STOP
     extra_stop_token = EXTRA_STOP
-    long_tokens = 1000
-    num_commits = 25
+    long_tokens = 600
+    num_commits = 15
 
     @pytest_asyncio.fixture(loop_scope="module", autouse=True)
     async def letters_first(self, engine: Engine) -> None:

@@ -170,27 +170,27 @@ async def test_live_engine_follows_the_learner_bit_for_bit_while_it_generates(ri
             found: list[int] = []
             while not is_over.is_set():
                 name = f"{commit}-{number}-{len(found)}"
-                found.append(len(await rig.generate([number + 1, *prompt], max_tokens=250, name=name)))
+                found.append(len(await rig.generate([number + 1, *prompt], max_tokens=120, name=name)))
             return found
 
-        running = [asyncio.create_task(keep_asking(number)) for number in range(8)]
-        for version in range(2, 6):
+        running = [asyncio.create_task(keep_asking(number)) for number in range(4)]
+        for version in (2, 3):
             await rig.everyone("train", version)
             await coordinator.publish(version)
             report = await coordinator.sync(version)
             await rig.assert_equal()
         is_over.set()
-        assert {num for found in await asyncio.gather(*running) for num in found} == {250}, "a request was lost"
+        assert {num for found in await asyncio.gather(*running) for num in found} == {120}, "a request was lost"
         names = ("allocations", "registrations", "sockets", "control_sessions")
         assert {n: report.counters[n] for n in names} == {n: first.counters[n] for n in names}
         other = await rig.generate(prompt, max_tokens=12, name=f"{commit}-after")
         await rig.everyone("train", 1)
-        await coordinator.publish(6)
-        await coordinator.sync(6)
+        await coordinator.publish(4)
+        await coordinator.sync(4)
         again = await rig.generate(prompt, max_tokens=12, name=f"{commit}-again")
         assert other != before, "new weights are not used"
         assert again == before, "the same weights must give the same greedy tokens"
-        assert rig.replica.version == 6
+        assert rig.replica.version == 4
     finally:
         await coordinator.close()
 

@@ -25,6 +25,7 @@ from rollout.reward.call import RewardResult
 from rollout.types import SamplingParams
 from rollout.worker.worker import RolloutWorker, WorkerSpec
 from tests.fakes.local_actor import LocalActor, Ref, ServedWorker
+from tests.fakes.scripted_replica import Counting
 from tests.fakes.scripted_run import InlineExecutor, config, forever, held_out, prompt_set, telemetry_in
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
@@ -90,13 +91,6 @@ class _Engines(Mapping[str, LocalActor]):
 
     def __len__(self) -> int:
         return len(self._fleet.replicas)
-
-
-class Counting:
-    """Decodes to nothing much: what a text costs is not what is simulated."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return str(len(token_ids)) if skip_special_tokens else ""
 
 
 class Simulation:

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ign
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from trainer.files import append_line, append_whole, cut_torn_line, write_atomically
+from trainer.files import append_line, append_whole, write_atomically
 from trainer.telemetry.run_dir import encode_json, to_jsonable
 
 if TYPE_CHECKING:
@@ -143,7 +143,6 @@ class JsonlSink:
     def __init__(self, path: Path, *, name: str = "jsonl") -> None:
         self.name = name
         self._path = path
-        cut_torn_line(path)
         path.open("ab").close()
 
     def write(self, record: Mapping[str, object]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -29,6 +29,8 @@ class Harness:
     backend: Backend
     binding: HostBinding | HostNpuBinding
     peer: Peer
+    theirs: list[Any] = field(default_factory=list)
+    """Open blocks of the second process."""
 
     def counter(self, name: str) -> int:
         function = self._fake().fake_counter
@@ -45,8 +47,19 @@ class Harness:
         """A call on this backend in the second process."""
         return self.peer.call(op, name=self.name, library=self.library, **arguments)
 
+    def alloc(self, nbytes: int = 1024) -> Any:
+        """A block of this backend in the second process, which the end of the test closes."""
+        block = self.call("alloc", nbytes=nbytes)
+        self.theirs.append(block)
+        return block
+
+    def close(self, block: Any) -> None:
+        self.theirs.remove(block)
+        self.peer.call("close", block=block)
+
     def open_in_peer(self, handle: IpcHandle) -> int:
-        return self.peer.open(self.name, self.library, handle)
+        self.theirs.append(self.peer.open(self.name, self.library, handle))
+        return self.theirs[-1]
 
     def function(self, cuda: str, acl: str) -> str:
         """The vendor's name of a call, given as cudart and as ACL have it."""
@@ -71,20 +84,23 @@ def peer() -> Iterator[Peer]:
     process.stop()
 
 
-def _harness(request: pytest.FixtureRequest, peer: Peer) -> Harness:
+def _harness(request: pytest.FixtureRequest, peer: Peer) -> Iterator[Harness]:
     name = request.param
     library = None if name == "cpu" else request.getfixturevalue("libraries")[name]
     if library is not None:
         ctypes.CDLL(library).fake_reset()
     binding = HostBinding() if library is None else make_binding(name, library)
-    return Harness(name, library, make_backend(name, library, binding), binding, peer)
+    harness = Harness(name, library, make_backend(name, library, binding), binding, peer)
+    yield harness
+    for block in [*harness.theirs]:
+        harness.close(block)
 
 
 @pytest.fixture(params=("cpu", *ACCELERATORS))
-def every(request: pytest.FixtureRequest, peer: Peer) -> Harness:
-    return _harness(request, peer)
+def every(request: pytest.FixtureRequest, peer: Peer) -> Iterator[Harness]:
+    yield from _harness(request, peer)
 
 
 @pytest.fixture(params=ACCELERATORS)
-def accelerator(request: pytest.FixtureRequest, peer: Peer) -> Harness:
-    return _harness(request, peer)
+def accelerator(request: pytest.FixtureRequest, peer: Peer) -> Iterator[Harness]:
+    yield from _harness(request, peer)

@@ -71,21 +71,19 @@ def test_exporting_twice_registers_once(accelerator: Harness) -> None:
 
 
 def test_opening_asks_for_peer_access(accelerator: Harness) -> None:
-    theirs: Any = accelerator.call("alloc", nbytes=100)
+    theirs = accelerator.alloc(100)
     block = accelerator.backend.ipc_open(accelerator.peer.export(theirs))
     assert accelerator.counter("open_flags") == 1
     block.close()
-    accelerator.peer.call("close", block=theirs)
 
 
 def test_a_refused_handle_says_who_exported_it_and_what_to_check(accelerator: Harness) -> None:
-    theirs: Any = accelerator.call("alloc", nbytes=100)
+    theirs = accelerator.alloc(100)
     handle = accelerator.peer.export(theirs)
     name = accelerator.function("IpcOpenMemHandle", "aclrtIpcMemImportByKey")
     accelerator.fail(name, 201)
     with pytest.raises(DeviceError, match=rf"process {accelerator.peer.pid} .*{name} failed with 201 .*; .*same user"):
         accelerator.backend.ipc_open(handle)
-    accelerator.peer.call("close", block=theirs)
 
 
 def test_a_process_does_not_open_its_own_handle(accelerator: Harness) -> None:
@@ -125,7 +123,7 @@ def test_a_block_that_could_not_be_freed_can_be_closed_again(
 
 
 def test_a_block_that_could_not_be_unmapped_can_be_closed_again(accelerator: Harness) -> None:
-    theirs: Any = accelerator.call("alloc", nbytes=100)
+    theirs = accelerator.alloc(100)
     block = accelerator.backend.ipc_open(accelerator.peer.export(theirs))
     refused = accelerator.function("IpcCloseMemHandle", "aclrtIpcMemClose")
     accelerator.fail(refused, 999)
@@ -134,7 +132,6 @@ def test_a_block_that_could_not_be_unmapped_can_be_closed_again(accelerator: Har
     for _ in range(2):
         block.close()
     assert accelerator.counter("closes") == 1
-    accelerator.peer.call("close", block=theirs)
 
 
 def test_copies_that_cannot_be_waited_for_keep_their_memory(accelerator: Harness) -> None:
@@ -245,7 +242,7 @@ def test_memory_that_torch_cannot_view_is_given_back(
     def refuse(pointer: int, nbytes: int, index: int) -> torch.Tensor:
         raise kind("torch copied it")
 
-    theirs: Any = accelerator.call("alloc", nbytes=100)
+    theirs = accelerator.alloc(100)
     handle = accelerator.peer.export(theirs)
     monkeypatch.setattr(accelerator.binding, "tensor_at", refuse)
     with pytest.raises(DeviceError, match="torch copied it"):
@@ -254,7 +251,6 @@ def test_memory_that_torch_cannot_view_is_given_back(
         accelerator.backend.ipc_open(handle)
     assert accelerator.counter("used") == 0
     assert accelerator.counter("closes") == 1
-    accelerator.peer.call("close", block=theirs)
 
 
 def test_a_library_without_the_calls_is_named(libraries: dict[str, str]) -> None:

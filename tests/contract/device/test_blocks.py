@@ -84,13 +84,13 @@ def test_two_processes_see_each_others_writes(every: Harness) -> None:
     assert every.peer.call("digest", block=theirs) == every.backend.digest(block.tensor)
     every.peer.call("write", block=theirs, offset=64 * KIB, data="0a0b0c")
     assert block.tensor[64 * KIB :].tolist() == [10, 11, 12]
-    every.peer.call("close", block=theirs)
+    every.close(theirs)
     assert block.tensor[64 * KIB :].tolist() == [10, 11, 12], "an importer that closes must not take the block away"
     block.close()
 
 
 def test_a_block_of_another_process_can_be_opened_read_and_written(every: Harness) -> None:
-    theirs: Any = every.call("alloc", nbytes=10 * KIB)
+    theirs = every.alloc(10 * KIB)
     every.peer.call("fill", block=theirs, seed=3)
     block = every.backend.ipc_open(every.peer.export(theirs))
     assert torch.equal(block.tensor.cpu(), pattern(10 * KIB, 3))
@@ -101,13 +101,12 @@ def test_a_block_of_another_process_can_be_opened_read_and_written(every: Harnes
     block.tensor[5] = 99
     assert every.peer.call("read", block=theirs, offset=5, nbytes=1) == "63"
     block.close()
-    every.peer.call("close", block=theirs)
 
 
 def test_handle_of_a_closed_block_is_refused(every: Harness) -> None:
-    theirs: Any = every.call("alloc", nbytes=KIB)
+    theirs = every.alloc()
     handle = every.peer.export(theirs)
-    every.peer.call("close", block=theirs)
+    every.close(theirs)
     with pytest.raises(DeviceError, match=r"cannot open the block of process|no longer the exported block"):
         every.backend.ipc_open(handle)
 
@@ -147,11 +146,10 @@ def test_nothing_is_left_in_any_file_system_after_sigkill(every: Harness) -> Non
 
 
 def test_handle_of_another_kind_of_device_is_refused(every: Harness) -> None:
-    theirs: Any = every.call("alloc", nbytes=KIB)
+    theirs = every.alloc()
     foreign = dataclasses.replace(every.peer.export(theirs), backend="abacus")
     with pytest.raises(DeviceError, match=f"device 'abacus' cannot be opened by '{every.name}'"):
         every.backend.ipc_open(foreign)
-    every.peer.call("close", block=theirs)
 
 
 def test_a_torch_tensor_is_refused_by_type(every: Harness) -> None:
@@ -161,12 +159,11 @@ def test_a_torch_tensor_is_refused_by_type(every: Harness) -> None:
 
 
 def test_an_imported_block_cannot_be_exported_again(every: Harness) -> None:
-    theirs: Any = every.call("alloc", nbytes=KIB)
+    theirs = every.alloc()
     block = every.backend.ipc_open(every.peer.export(theirs))
     with pytest.raises(DeviceError, match="only by the process that allocated it"):
         every.backend.ipc_export(block)
     block.close()
-    every.peer.call("close", block=theirs)
 
 
 def test_copy_moves_bytes_across_dtypes_and_shapes(every: Harness) -> None:
@@ -222,7 +219,7 @@ def test_set_device_returns_the_device_that_blocks_live_on(every: Harness) -> No
 
 
 def test_hundred_rounds_leak_neither_memory_nor_file_descriptors(every: Harness) -> None:
-    theirs: Any = every.call("alloc", nbytes=KIB)
+    theirs = every.alloc()
     handle = every.peer.export(theirs)
     num_fds = num_open_files()
     for _ in range(100):
@@ -237,7 +234,7 @@ def test_hundred_rounds_leak_neither_memory_nor_file_descriptors(every: Harness)
         del stream
     gc.collect()
     assert num_open_files() < num_fds + 10  # other threads of this process may open one or two
-    every.peer.call("close", block=theirs)
+    every.close(theirs)
     if every.name != "cpu":
         assert every.counter("mallocs") == every.counter("frees") == 100
         assert every.counter("opens") == every.counter("closes") == 100

@@ -84,72 +84,60 @@ def test_collectives_take_host_tensors_too(backend: Backend) -> None:
     assert "gloo" in backend.collective
 
 
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("value", [None, "0"])
-def test_rocm_wants_ray_to_leave_visibility_alone_before_it_starts(role: Role, value: str | None) -> None:
+NOSET_HIP = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
+REASONS: tuple[tuple[str, Role, dict[str, str | None], tuple[str, ...]], ...] = (
+    *(
+        ("rocm", role, {NOSET_HIP: value}, (f"{NOSET_HIP} must be '1' before Ray starts", "ray stop"))
+        for role in ROLES
+        for value in (None, "0")
+    ),
+    (
+        "rocm",
+        "learner",
+        {"HIP_VISIBLE_DEVICES": None, "ROCR_VISIBLE_DEVICES": "0,1"},
+        ("set HIP_VISIBLE_DEVICES=0,1",),
+    ),
+    ("rocm", "learner", {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, ("disagree",)),
+    *(
+        (
+            "rocm",
+            role,
+            {"HIP_VISIBLE_DEVICES": None},
+            (f"HIP_VISIBLE_DEVICES is not set, so this {role} would take device 0 as all others do",),
+        )
+        for role in ("learner", "engine")
+    ),
+    ("cuda", "engine", {"CUDA_VISIBLE_DEVICES": ""}, ("sees no device",)),
+    ("rocm", "engine", {"HIP_VISIBLE_DEVICES": ""}, ("sees no device",)),
+    ("npu", "engine", {"ASCEND_RT_VISIBLE_DEVICES": ""}, ("sees no device",)),
+    # Ray must narrow visibility where handles do not need it wide.
+    ("cuda", "driver", {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}, ("take device 0",)),
+    ("npu", "driver", {"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"}, ("take device 0",)),
+    *(
+        ("npu", "learner", {"HCCL_CONNECT_TIMEOUT": value}, (f"in 120..7200, got {value!r}",))
+        for value in ("60", "forever", "100000")
+    ),
+    # Weights in a blocked layout, even if the user wants them.
+    ("npu", "engine", {"VLLM_ASCEND_ENABLE_NZ": "1"}, ("must be '0'",)),
+)
+
+
+@pytest.mark.parametrize(("name", "role", "changes", "words"), REASONS)
+def test_a_setting_that_breaks_a_device_is_one_problem_that_says_why(
+    name: str, role: Role, changes: dict[str, str | None], words: tuple[str, ...]
+) -> None:
+    backend = build(name)
+    environ = {**merge_env(backend.process_env(role), shown(backend, role), {}), **changes}
+    found = {variable: value for variable, value in environ.items() if value is not None}
+    (problem,) = backend.check_env(role, found)
+    assert all(word in problem for word in words), problem
+
+
+def test_a_rocm_driver_needs_no_visible_device_and_a_process_sees_all_with_its_own_first() -> None:
     rocm = build("rocm")
-    environ = merge_env(rocm.process_env(role), shown(rocm, role), {})
-    name = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
-    if value is None:
-        del environ[name]
-    else:
-        environ[name] = value
-    (problem,) = rocm.check_env(role, environ)
-    assert f"{name} must be '1' before Ray starts" in problem
-    assert "ray stop" in problem
-
-
-def test_rocm_refuses_visibility_that_ray_or_hip_trip_over() -> None:
-    rocm = build("rocm")
-    base = merge_env(rocm.process_env("learner"), {}, {})
-    (problem,) = rocm.check_env("learner", {**base, "ROCR_VISIBLE_DEVICES": "0,1"})
-    assert "set HIP_VISIBLE_DEVICES=0,1" in problem
-    (problem,) = rocm.check_env("learner", {**base, "HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"})
-    assert "disagree" in problem
-
-
-@pytest.mark.parametrize("role", ["learner", "engine"])
-def test_a_rocm_process_that_nobody_has_shown_its_device_is_a_problem(role: Role) -> None:
-    rocm = build("rocm")
-    (problem,) = rocm.check_env(role, merge_env(rocm.process_env(role), {}, {}))
-    assert f"HIP_VISIBLE_DEVICES is not set, so this {role} would take device 0 as all others do" in problem
     assert rocm.check_env("driver", merge_env(rocm.process_env("driver"), {}, {})) == []
-
-
-def test_rocm_shows_all_devices_with_its_own_first() -> None:
-    assert build("rocm").visible_devices((2, 3), 5) == "2,3,0,1,4"
+    assert rocm.visible_devices((2, 3), 5) == "2,3,0,1,4"
     assert build("cuda").visible_devices((2, 3), 5) == "2,3"
-
-
-@pytest.mark.parametrize("name", ["cuda", "rocm", "npu"])
-def test_a_process_that_sees_no_device_is_a_problem(name: str) -> None:
-    backend = build(name)
-    assert backend.visible_devices_var is not None
-    environ = {**merge_env(backend.process_env("engine"), {}, {}), backend.visible_devices_var: ""}
-    (problem,) = backend.check_env("engine", environ)
-    assert "sees no device" in problem
-
-
-@pytest.mark.parametrize("name", ["cuda", "npu"])
-def test_ray_must_narrow_visibility_where_handles_do_not_need_it_wide(name: str) -> None:
-    backend = build(name)
-    noset = f"RAY_EXPERIMENTAL_NOSET_{backend.visible_devices_var}"
-    (problem,) = backend.check_env("driver", {noset: "1"})
-    assert "take device 0" in problem
-
-
-@pytest.mark.parametrize("value", ["60", "forever", "100000"])
-def test_npu_connect_timeout_must_be_one_hccl_accepts(value: str) -> None:
-    npu = build("npu")
-    environ = merge_env(npu.process_env("learner"), {"HCCL_CONNECT_TIMEOUT": value}, {})
-    (problem,) = npu.check_env("learner", environ)
-    assert f"in 120..7200, got {value!r}" in problem
-
-
-def test_npu_weights_in_a_blocked_layout_are_a_problem_even_if_the_user_wants_them() -> None:
-    npu = build("npu")
-    (problem,) = npu.check_env("engine", merge_env(npu.process_env("engine"), {"VLLM_ASCEND_ENABLE_NZ": "1"}, {}))
-    assert "must be '0'" in problem
 
 
 def test_cpu_threads_reach_the_environment() -> None:
@@ -244,26 +232,25 @@ def write(root: Path, files: dict[str, str]) -> Path:
 MEMINFO = {"proc/meminfo": "MemTotal:       1000 kB\nMemFree: 10 kB\nMemAvailable:    800 kB\n"}
 
 
-def test_host_memory_without_a_limit_is_the_kernels(tmp_path: Path) -> None:
-    files = {"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"}
-    assert host_memory(write(tmp_path, {**MEMINFO, **files})) == (800 * 1024, 1000 * 1024)
+V2, V1 = "sys/fs/cgroup/memory", "sys/fs/cgroup/memory/memory"
 
 
-def test_host_memory_in_a_container_is_what_its_limit_leaves(tmp_path: Path) -> None:
-    files = {
-        "sys/fs/cgroup/memory.max": "500000\n",
-        "sys/fs/cgroup/memory.current": "300000\n",
-        "sys/fs/cgroup/memory.stat": "anon 200000\ninactive_file 50000\n",
-    }
-    assert host_memory(write(tmp_path, {**MEMINFO, **files})) == (250_000, 500_000)
-
-
-def test_host_memory_reads_version_one_control_groups(tmp_path: Path) -> None:
-    files = {
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "500000\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "100000\n",
-    }
-    assert host_memory(write(tmp_path, {**MEMINFO, **files})) == (400_000, 500_000)
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({f"{V2}.max": "max\n", f"{V2}.current": "5\n"}, (800 * 1024, 1000 * 1024)),
+        (
+            {f"{V2}.max": "500000", f"{V2}.current": "300000", f"{V2}.stat": "anon 200000\ninactive_file 50000\n"},
+            (250_000, 500_000),
+        ),
+        ({f"{V1}.limit_in_bytes": "500000\n", f"{V1}.usage_in_bytes": "100000\n"}, (400_000, 500_000)),
+    ],
+    ids=["no limit", "version 2", "version 1"],
+)
+def test_host_memory_is_what_the_kernel_and_the_limit_of_the_container_leave(
+    tmp_path: Path, files: dict[str, str], found: tuple[int, int]
+) -> None:
+    assert host_memory(write(tmp_path, {**MEMINFO, **files})) == found
 
 
 V2_ROW = "0::/system.slice/job_77/step_0\n"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rollout.reward.call import RewardResult
 from rollout.worker.actor import RolloutWorkerActor, rare_collections
 from rollout.worker.worker import RolloutWorker, WorkerSpec
-from tests.fakes.scripted_replica import ScriptedReplica, Workload
+from tests.fakes.scripted_replica import Counting, ScriptedReplica, Workload
 from trainer.learner.step_stats import Metric, StepResult
 
 if TYPE_CHECKING:
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from rollout.types import Group, Prompt, RolloutRequest
     from trainer.algorithms.advantages import GroupRewards
     from trainer.data.batch import MicroBatch
-
-
-class Counting:
-    """Decodes to nothing much: what a text costs is not what is measured."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return str(len(token_ids)) if skip_special_tokens else ""
 
 
 class ScriptedWorker(RolloutWorkerActor):

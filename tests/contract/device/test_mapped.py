@@ -1,0 +1,162 @@
+"""Blocks of another process: importers unmap before the exporter frees, an interrupted pull leaves no copy running, and
+a receiver whose device is full reaches its learner another way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from weight_sync.device import DeviceError
+from weight_sync.errors import TransportUnusable
+from weight_sync.transports.base import Piece
+from weight_sync.transports.inbound import Landing, Message
+from weight_sync.transports.mapped import MappedReceiverEnd
+from weight_sync.transports.reach import Reach
+from weight_sync.wire import ArenaHandle
+
+if TYPE_CHECKING:
+    from tests.contract.device.conftest import Harness
+    from weight_sync.device.base import IpcHandle
+
+KIB = 1024
+
+
+def arena(handle: IpcHandle | None, transport: str = "ipc") -> ArenaHandle:
+    return ArenaHandle(transport=transport, handle=handle, slot_bytes=KIB, slot_stride=KIB, num_slots=1)
+
+
+def test_what_another_process_has_mapped_is_not_freed_before_it_unmaps(accelerator: Harness) -> None:
+    block = accelerator.backend.alloc_persistent(KIB)
+    theirs = accelerator.open_in_peer(accelerator.backend.ipc_export(block))
+    with pytest.raises(DeviceError):
+        block.close()
+    assert accelerator.counter("frees") == accelerator.counter("unexports") == 0
+    accelerator.close(theirs)
+    block.close()
+    assert accelerator.counter("frees") == 1
+
+
+def test_what_could_not_be_freed_is_freed_before_the_next_block_is_allocated(accelerator: Harness) -> None:
+    """The owner drops a block when it closes it, so no one else can try again."""
+    block = accelerator.backend.alloc_persistent(KIB)
+    theirs = accelerator.open_in_peer(accelerator.backend.ipc_export(block))
+    with pytest.raises(DeviceError):
+        block.close()
+    del block
+    accelerator.backend.alloc_persistent(KIB).close()
+    assert accelerator.counter("frees") == 1, "it is mapped still"
+    accelerator.close(theirs)
+    following = accelerator.backend.alloc_persistent(KIB)
+    assert accelerator.counter("frees") == 2
+    following.close()
+    assert (accelerator.counter("frees"), accelerator.counter("used")) == (3, 0)
+
+
+def refuse_to_unmap_once(accelerator: Harness) -> None:
+    accelerator.fail(accelerator.function("IpcCloseMemHandle", "aclrtIpcMemClose"), 507899, times=1)
+
+
+def test_what_could_not_be_unmapped_is_unmapped_before_the_next_block_is_opened(accelerator: Harness) -> None:
+    first, second = [accelerator.peer.export(accelerator.alloc()) for _ in range(2)]
+    refuse_to_unmap_once(accelerator)
+    with pytest.raises(DeviceError, match="507899"):
+        accelerator.backend.ipc_open(first).close()
+    opened = accelerator.backend.ipc_open(second)
+    assert accelerator.counter("closes") == 1
+    opened.close()
+
+
+def test_a_mapping_that_cannot_be_closed_keeps_no_other_open(accelerator: Harness) -> None:
+    arenas = {rank: arena(accelerator.peer.export(accelerator.alloc())) for rank in range(3)}
+    end = MappedReceiverEnd(accelerator.backend, accelerator.backend, arenas)
+    refuse_to_unmap_once(accelerator)
+    with pytest.raises(DeviceError, match="507899"):
+        end.close()
+    assert accelerator.counter("closes") == 2
+    end.close()
+    assert accelerator.counter("closes") == 3
+
+
+def refuse_copy(refused: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The driver takes so many copies; returns the streams of those that were not waited for."""
+    under_way: list[Any] = []
+    copy, wait = backend.copy_async, backend.synchronize
+
+    def copy_async(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        if len(under_way) == refused:
+            raise DeviceError("the driver does not copy this")
+        copy(dst, src, stream)
+        under_way.append(stream)
+
+    def synchronize(stream: Any) -> None:
+        wait(stream)
+        under_way[:] = [one for one in under_way if one is not stream]
+
+    monkeypatch.setattr(backend, "copy_async", copy_async)
+    monkeypatch.setattr(backend, "synchronize", synchronize)
+    return under_way
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_copies_that_were_queued_before_one_was_refused_are_waited_for(
+    accelerator: Harness, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    backend: Any = accelerator.backend
+    theirs = accelerator.alloc()
+    end = MappedReceiverEnd(backend, backend, {0: arena(accelerator.peer.export(theirs))})
+    under_way = refuse_copy(refused, backend, monkeypatch)
+    target = torch.zeros(KIB, dtype=torch.uint8)
+    with pytest.raises(DeviceError, match="does not copy this"):
+        end.pull(0, 0, [Piece(at, target[at : at + 256]) for at in range(0, KIB, 256)], check=lambda: None)
+    assert under_way == []
+    end.close()
+
+
+def test_what_came_through_host_memory_and_was_refused_half_way_is_waited_for(
+    accelerator: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    landing = Landing(accelerator.backend, staged=True)
+    batch = [Message(0, torch.zeros(8, dtype=torch.uint8)), Message(8, torch.zeros(8, dtype=torch.uint8))]
+    targets = landing.targets(batch)
+    under_way = refuse_copy(1, accelerator.backend, monkeypatch)
+    with pytest.raises(DeviceError, match="does not copy this"):
+        landing.deliver(batch, targets)
+    assert under_way == []
+    landing.close()
+
+
+def reach(accelerator: Harness, arenas: list[ArenaHandle], *, same_node: bool) -> Reach:
+    no_line: Any = None  # only transports that send ask for one
+    return Reach(
+        accelerator.backend, 0, arenas, line=no_line, same_node=same_node, host=None, probe=lambda end: None
+    )  # fmt: skip
+
+
+def test_a_block_that_torch_has_no_memory_to_view_is_read_another_way(
+    accelerator: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pointer: int, nbytes: int, index: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.50 GiB")
+
+    theirs: list[Any] = [
+        accelerator.alloc(),
+        accelerator.peer.call("alloc", name="cpu", library=None, nbytes=KIB),
+    ]
+    mapped, shared = (accelerator.peer.export(each) for each in theirs)
+    monkeypatch.setattr(accelerator.binding, "tensor_at", refuse)
+    found = reach(accelerator, [arena(mapped), arena(shared, "shm")], same_node=True)
+    assert found.transport == "shm"
+    assert "ipc" in found.reasons[0]
+    assert "Tried to allocate 30.50 GiB" in found.reasons[0]
+    assert accelerator.counter("closes") == 1, "the block that was mapped for nothing"
+    found.close()
+    accelerator.peer.call("close", block=theirs[1])
+
+
+def test_the_error_of_containers_that_count_as_two_nodes_names_the_options_that_make_them_one(
+    accelerator: Harness,
+) -> None:
+    with pytest.raises(TransportUnusable, match=r"another node.*--ipc=host --pid=host\) and run as the same user"):
+        reach(accelerator, [arena(None)], same_node=False)
