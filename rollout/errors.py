@@ -1,4 +1,4 @@
-"""Errors of the rollout side that callers tell apart."""
+"""Errors of the rollout side that callers distinguish."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class ToolUse:
     num_calls: int = 0
     """Made by the policy, failed ones included."""
     num_errors: int = 0
-    """Calls that gave no result; the policy got an error message instead."""
+    """Calls without a result; the policy got an error message instead."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_errors <= self.num_calls:

@@ -157,7 +157,7 @@ class VersionSpans:
         """Tokens from index `at` on are sampled by `version`. Raises ValueError if `at` is before an earlier switch."""
         last_at = self._starts[-1][0]
         if at < last_at:
-            raise ValueError(f"switch at token {at} lies before the last switch at {last_at}; switches go forward")
+            raise ValueError(f"switch at token {at} is before the last switch at {last_at}; switches move forward")
         if at == last_at:
             self._starts.pop()
         self._starts.append((at, version))

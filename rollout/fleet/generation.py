@@ -99,7 +99,7 @@ class PendingGeneration:
             )
         self.num_tokens += len(chunk.token_ids)
         if self.budget < 0:
-            raise ValueError(f"an engine returned {self.num_tokens} tokens where at most {self.max_tokens} were asked")
+            raise ValueError(f"an engine returned {self.num_tokens} tokens, allowed are {self.max_tokens}")
         self._chunks.append(chunk)
         if chunk.finish_reason in ("stop", "length"):  # after "abort" it continues elsewhere
             self.finish(chunk.finish_reason)
@@ -235,7 +235,7 @@ class GroupGenerator:
                 for request in unfinished:
                     request.finish("abort")
             for request in unfinished:
-                if request.budget == 0:  # the engine went away between the last token and its finish reason
+                if request.budget == 0:  # the engine was lost between the last token and its finish reason
                     request.finish("length")
             made_progress = sum(request.num_tokens for request in unfinished) > num_tokens
             num_fruitless = 0 if made_progress else num_fruitless + has_ended

@@ -21,9 +21,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout.errors import EngineDead
+from rollout.fleet.adaptive_limit import AdaptiveLimit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+    from rollout.engine.interface import EngineStatus
+    from rollout.fleet.adaptive_limit import LimitRange
 
 
 Order = tuple[int, int]
@@ -60,13 +64,13 @@ class _Submission:
 class _Engine:
     """One engine, as this sender sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: AdaptiveLimit | None) -> None:
         self.outstanding_tokens = self.num_requests = 0
+        self.num_reserved = 0
+        """Of the requests: those of evaluations."""
         self.num_elsewhere = 0
         """Requests that other senders have there."""
-        self.limit: int | None = None
-        self.total_limit = 0
-        """Of all senders, where there is a limit."""
+        self.limit = limit
         self.excluded: str | None = None
         """Why it gets nothing more."""
         self.is_pinned = False
@@ -86,17 +90,26 @@ class _Engine:
 
     def has_room(self, num_requests: int) -> bool:
         """An empty engine takes a group that is larger than its limit."""
-        used = self.num_requests
-        return self.is_open and (self.limit is None or used == 0 or used + num_requests <= self.limit)
+        used, limit = self.num_requests, self.limit
+        return self.is_open and (limit is None or used == 0 or used + num_requests <= limit.limit)
 
-    def has_room_for_evaluation(self) -> bool:
-        """An evaluation may have this sender's share of the engine, and what no sender uses of the whole."""
-        used = self.num_requests
-        return self.limit is None or used < self.limit or used + self.num_elsewhere < self.total_limit
+    def has_room_for_evaluation(self, most: int) -> bool:
+        """An evaluation may have this sender's share of the engine, and what no sender uses of the whole: `most`, if
+        this sender's limit is as high as it can be. Others have learned about the same of the engine."""
+        used, limit = self.num_requests, self.limit
+        if limit is None:
+            return True
+        if not self.is_pinned and self.num_reserved >= max(1, limit.limit // 2):
+            return False  # the other half is for training, which continues there, and whose time runs
+        return used < limit.limit or used + self.num_elsewhere < most * limit.limit // limit.bounds.highest
 
 
 class RequestScheduler:
     """One per sender, in one event loop. Only `acquire` and `reserve` wait, and their callers bound that wait.
+
+    Args:
+        concurrency: of the requests that one engine has from this sender at once; None sends everything at once.
+        total_concurrency: requests that one engine takes at once, from all senders.
 
     Example:
         name = await scheduler.acquire("g7.0", (3, 7), tokens=4096, num_requests=8)
@@ -106,8 +119,12 @@ class RequestScheduler:
             scheduler.release(name, tokens=4096, num_requests=8)
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self._engines = {name: _Engine() for name in names}
+    def __init__(
+        self, names: Iterable[str], *, concurrency: LimitRange | None = None, total_concurrency: int = 0
+    ) -> None:
+        self._start_limit = None if concurrency is None else AdaptiveLimit.start(concurrency)
+        self._total_concurrency = total_concurrency
+        self._engines = {name: _Engine(self._start_limit) for name in names}
         if not self._engines:
             raise ValueError("a scheduler needs at least one engine, got none")
         self._engine_of: dict[str, str] = {}
@@ -142,7 +159,7 @@ class RequestScheduler:
             return await engine
         except asyncio.CancelledError:
             if engine.done() and not engine.cancelled() and engine.exception() is None:
-                self._take_back(engine.result(), tokens, num_requests)
+                self._take_back(engine.result(), tokens, num_requests, is_reserved=bool(reserved))
             raise
         finally:
             self.num_queued -= num_requests
@@ -157,7 +174,8 @@ class RequestScheduler:
         try:
             yield
         finally:
-            self.release(name, tokens=0, num_requests=1)
+            self._take_back(name, 0, 1, is_reserved=True)
+            self._admit()
 
     def release(self, name: str, *, tokens: int, num_requests: int) -> None:
         """Requests came back, or never will."""
@@ -197,12 +215,13 @@ class RequestScheduler:
 
     # Engines
 
-    def limit(self, name: str, num_requests: int, *, total: int | None = None) -> None:
-        """From now on `name` gets nothing while it has so many requests, except a group that finds it empty. `total` is
-        the limit of all senders together."""
+    def adapt(self, name: str, load: EngineStatus) -> None:
+        """Moves the limit of `name`, which gets nothing while it has so many requests; a group that finds it empty may
+        be larger."""
         engine = self._engine(name)
-        engine.limit, engine.total_limit = num_requests, num_requests if total is None else total
-        self._admit()
+        if engine.limit is not None:
+            engine.limit = engine.limit.next(load, in_flight=engine.num_requests, num_queued=self.num_queued)
+            self._admit()
 
     def exclude(self, name: str, reason: str) -> None:
         """Sends nothing more to `name` until `readmit`, and ends every `holding` there. The first reason is kept."""
@@ -219,6 +238,7 @@ class RequestScheduler:
         """`name` is a new engine, with nothing of the old one's against it."""
         engine = self._engine(name)
         engine.excluded, engine.is_pinned, engine.is_drained = None, False, False
+        engine.limit = self._start_limit
         self._admit()
 
     def set_view(self, name: str, *, is_pinned: bool = False, num_elsewhere: int = 0) -> None:
@@ -261,7 +281,7 @@ class RequestScheduler:
     @property
     def limits(self) -> dict[str, int]:
         """Engine to its limit, for those that have one."""
-        return {name: one.limit for name, one in self._engines.items() if one.limit is not None}
+        return {name: one.limit.limit for name, one in self._engines.items() if one.limit is not None}
 
     def require_engine(self) -> None:
         """Raises NoReplica if no engine takes requests because some are excluded, and the others pinned."""
@@ -280,7 +300,9 @@ class RequestScheduler:
         if name is None:
             return None
         engine = self._engines[name]
-        if not submission.reserved:
+        if submission.reserved:
+            engine.num_reserved += submission.num_requests
+        else:
             self._engine_of[submission.group_key] = name
             engine.is_drained = False
         engine.outstanding_tokens += submission.tokens
@@ -292,7 +314,8 @@ class RequestScheduler:
         if submission.reserved:
             if (reason := self._engine(submission.reserved).excluded) is not None:
                 raise NoReplica(f"the engine of the evaluation is excluded ({submission.reserved}: {reason})")
-            return own if self._engines[submission.reserved].has_room_for_evaluation() else None
+            has_room = self._engines[submission.reserved].has_room_for_evaluation(self._total_concurrency)
+            return own if has_room else None
         num_requests = submission.num_requests
         if own is not None:
             return own if self._engines[own].has_room(num_requests) else None
@@ -315,7 +338,7 @@ class RequestScheduler:
         name = self._engine_of.get(submission.group_key)
         return name if name is not None and self._engines[name].takes_groups else None
 
-    def _take_back(self, name: str, tokens: int, num_requests: int) -> None:
+    def _take_back(self, name: str, tokens: int, num_requests: int, *, is_reserved: bool = False) -> None:
         engine = self._engines[name]
         if engine.outstanding_tokens < tokens or engine.num_requests < num_requests:
             raise ValueError(
@@ -324,6 +347,7 @@ class RequestScheduler:
             )
         engine.outstanding_tokens -= tokens
         engine.num_requests -= num_requests
+        engine.num_reserved -= num_requests * is_reserved
 
     def _admit(self) -> None:
         """Every submission for which there is room, oldest first. None takes a place that an older one waits for."""

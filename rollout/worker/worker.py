@@ -19,7 +19,6 @@ from rollout.agent.runner import EpisodeFailed, run_episode
 from rollout.agent.threads import num_hanging
 from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError, BaselineError, RewardError, RewardTimeout
-from rollout.fleet.adaptive_limit import AdaptiveLimit
 from rollout.fleet.consolidation import EngineLoadView, engines_to_drain
 from rollout.fleet.generation import GroupGenerator
 from rollout.fleet.scheduler import RequestScheduler
@@ -28,7 +27,6 @@ from rollout.reward.call import RewardResult
 from rollout.types import Group, OnFailure, Prompt, SamplingParams, Trajectory
 
 if TYPE_CHECKING:
-    from rollout.engine.interface import EngineStatus
     from rollout.fleet.adaptive_limit import LimitRange
     from rollout.fleet.consolidation import ConsolidationRule
     from rollout.fleet.engine_client import EngineClient
@@ -124,13 +122,12 @@ class RolloutWorker:
     ) -> None:
         self._spec = spec
         self._engines: dict[str, EngineClient] = {engine.name: engine for engine in engines}
-        self._scheduler = RequestScheduler(self._engines)
+        self._scheduler = RequestScheduler(
+            self._engines, concurrency=spec.concurrency, total_concurrency=spec.evaluation_window
+        )
         self._evaluations: set[RequestScheduler] = set()
         self._incarnations = dict.fromkeys(self._engines, 0)
         self._num_polls = dict.fromkeys(self._engines, 0)
-        self._limits: dict[str, AdaptiveLimit] = {}
-        for name in self._engines:
-            self._reset_limit(name)
         self._tokenizer = tokenizer
         self._score = score
         self._loop = SingleTurnLoop() if loop is None else loop
@@ -215,8 +212,8 @@ class RolloutWorker:
 
         With `params.temperature=0` it is greedy; else a prompt that comes several times is sampled that often, with
         the same seeds in every evaluation. Rewards as in training. The engine's limit holds for training and evaluation
-        together, and a response of the evaluation does not wait behind training's queue. The time of each runs from the
-        moment that there is room for it; the whole has no limit but cancellation.
+        together: the evaluation has all of a pinned engine, and half of one that training uses, too. The time of each
+        response runs from the moment that there is room for it; the whole has no limit but cancellation.
 
         Args:
             numbers: the places of `prompts` in an evaluation that several engines share, for the seeds; all of it
@@ -277,7 +274,6 @@ class RolloutWorker:
             if name in new_engines and engine.incarnation > self._incarnations[name]:
                 self._engines[name], self._incarnations[name] = new_engines[name], engine.incarnation
                 self._num_polls[name] = 0
-                self._reset_limit(name)
                 self._scheduler.readmit(name)
             if engine.state in ("live", "pinned"):
                 self._scheduler.set_view(name, is_pinned=engine.state == "pinned", num_elsewhere=engine.num_elsewhere)
@@ -285,7 +281,8 @@ class RolloutWorker:
                 self._exclude(name, engine.reason)
             if engine.num_polls > self._num_polls[name]:
                 self._num_polls[name], is_polled = engine.num_polls, True
-                self._adapt(name, engine.load)
+                if engine.load is not None:
+                    self._scheduler.adapt(name, engine.load)
         if is_polled and self._spec.repacking is not None and not self._scheduler.num_queued:
             self._consolidate(view, self._spec.repacking)
         return self.report()
@@ -307,22 +304,6 @@ class RolloutWorker:
         for scheduler in (self._scheduler, *self._evaluations):
             if name in scheduler.num_requests and name not in scheduler.excluded:
                 scheduler.exclude(name, reason)
-
-    def _reset_limit(self, name: str) -> None:
-        """Drops what was learned about the previous engine."""
-        if self._spec.concurrency is not None:
-            self._set_limit(name, AdaptiveLimit.start(self._spec.concurrency))
-
-    def _adapt(self, name: str, load: EngineStatus | None) -> None:
-        if load is not None and name in self._limits:
-            in_flight, num_queued = self._scheduler.num_requests[name], self._scheduler.num_queued
-            self._set_limit(name, self._limits[name].next(load, in_flight=in_flight, num_queued=num_queued))
-
-    def _set_limit(self, name: str, limit: AdaptiveLimit) -> None:
-        """The other workers learn the same of the engine, so their limits add up to about the same share of it."""
-        self._limits[name] = limit
-        total = self._spec.evaluation_window * limit.limit // limit.bounds.highest
-        self._scheduler.limit(name, limit.limit, total=total)
 
     def _consolidate(self, view: FleetView, rule: ConsolidationRule) -> None:
         """Among the engines that take requests and answered the last poll."""

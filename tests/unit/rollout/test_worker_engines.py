@@ -370,19 +370,17 @@ async def test_nothing_moves(loads: tuple[EngineStatus | None, ...], rule: dict[
 async def test_nothing_moves_while_something_waits_to_be_sent_or_beyond_a_limit(
     is_queued: bool, limit: int, moves: bool
 ) -> None:
-    """Under a limit of six, three requests have room for one more beside them, but not for the four that wait."""
+    """Under a limit of six, three requests have room for one more beside them, but not for the six that wait."""
     engines, holder = [engine("e0"), engine("e1")], Holder("g0")
-    busy = worker(*engines, **RULE)
+    busy = worker(*engines, **RULE, **bounds(limit))
     scheduler, queued = busy._scheduler, []
     for group, num in (("g0", 1), ("g1", 3)):
         await scheduler.acquire(group, (0, 0), tokens=100 * num, num_requests=num)
-    scheduler.limit("e0", 1)
-    scheduler.limit("e1", limit)
     if is_queued:
-        queued = [asyncio.create_task(scheduler.acquire("g2", (0, 2), tokens=1, num_requests=4))]
+        queued = [asyncio.create_task(scheduler.acquire("g2", (0, 2), tokens=1, num_requests=6))]
     async with watched(busy, *engines), holder.at(scheduler, "e0"):
         await asyncio.sleep(2 * POLL_S + 0.1)
-    assert scheduler.num_queued == 4 * is_queued
+    assert scheduler.num_queued == 6 * is_queued
     assert holder.num_asked == moves
     for task in queued:
         task.cancel()

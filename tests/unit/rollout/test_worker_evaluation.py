@@ -140,12 +140,13 @@ async def test_an_evaluation_that_is_cancelled_leaves_nothing_at_the_engine() ->
 @in_virtual_time
 async def test_training_and_an_evaluation_share_the_limit_of_the_only_engine() -> None:
     engine = FakeEngine("e0")
-    limit = LimitRange(lowest=6, highest=6)
-    busy = worker(engine, concurrency=limit, evaluation_window=6, request_timeout_s=0.6)
+    limit = LimitRange(lowest=8, highest=8)
+    busy = worker(engine, concurrency=limit, evaluation_window=8, request_timeout_s=0.6)
     training = [asyncio.create_task(busy.run_group(item(group_id=i))) for i in range(3)]
     await asyncio.sleep(0.005)
     evaluated = await busy.evaluate(prompts(40), GREEDY, engine="e0")
-    assert engine.most == 6
+    assert engine.most == 8
+    assert training[0].done() and training[1].done(), "it has the other half"
     assert [one.error for one in evaluated] == [""] * 40, "their time runs from their submission"
     await asyncio.gather(*training, return_exceptions=True)
     assert busy.report().in_flight == {"e0": 0}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rollout.errors import EngineDead
+from rollout.fleet.adaptive_limit import LimitRange
 from rollout.fleet.generation import QueueTimer
 from rollout.fleet.scheduler import NoReplica, RequestScheduler, order_of
 from tests.fakes.virtual_time import in_virtual_time
@@ -33,11 +34,7 @@ NOBODY = Holder("")
 
 
 def make(*names: str, limit: int | None = None) -> RequestScheduler:
-    scheduler = RequestScheduler(names)
-    for name in names if limit is not None else ():
-        assert limit is not None
-        scheduler.limit(name, limit)
-    return scheduler
+    return RequestScheduler(names, concurrency=None if limit is None else LimitRange(lowest=limit, highest=limit))
 
 
 async def settle() -> None:
@@ -136,10 +133,9 @@ async def test_a_drained_engine_loses_its_groups_and_waits_for_a_new_one() -> No
 
 @in_virtual_time
 async def test_a_group_that_finds_no_room_elsewhere_goes_to_a_drained_engine() -> None:
-    scheduler = make("a", "b")
+    scheduler = make("a", "b", limit=1)
     for number in range(2):
         await entering(scheduler, number)
-    scheduler.limit("b", 1)
     scheduler.drain("a")
     scheduler.release("a", tokens=10, num_requests=1)
     assert await entering(scheduler, 0) == "a"
@@ -353,10 +349,8 @@ async def test_a_lease_ends_with_the_exclusion_and_a_deadline_stays_a_deadline()
 async def test_whatever_happens_no_limit_is_broken_and_everyone_comes_through(seed: int) -> None:
     rng = random.Random(seed)
     names = ["a", "b", "c"]
-    limits = {name: rng.randint(1, 12) for name in names}
-    scheduler = make(*names)
-    for name, limit in limits.items():
-        scheduler.limit(name, limit)
+    limit = rng.randint(1, 12)
+    scheduler = make(*names, limit=limit)
     through: list[int] = []
 
     async def one(number: int) -> None:
@@ -365,7 +359,7 @@ async def test_whatever_happens_no_limit_is_broken_and_everyone_comes_through(se
             num = rng.choice([1, 2, 4, 8])
             name = await scheduler.acquire(f"g{number}", (0, number), tokens=num, num_requests=num)
             used = scheduler.num_requests[name]
-            assert used <= max(limits[name], num)
+            assert used <= max(limit, num)
             try:
                 for _ in range(num):
                     await asyncio.sleep(rng.random())
