@@ -108,15 +108,15 @@ def _parser() -> argparse.ArgumentParser:
         one = kinds.add_parser(kind, help=f"a function for {key}")
         one.add_argument("path", help="dotted path, package.module.function")
         one.add_argument("numbers", nargs="*", type=_number, metavar="NAME=VALUE", help=f"as in algorithm.{kind}_args")
-        if kind == "group_filter":
-            one.add_argument("--metadata", **_METADATA)
     reward = kinds.add_parser("reward", help="a function for task.reward.name")
     reward.add_argument("path", help="as in task.reward.name")
     reward.add_argument("--prompt", default="1+1=", help="default %(default)s")
     reward.add_argument("--answer", default="2", help="ground truth of the prompt; default %(default)s")
     reward.add_argument("--response", help="a right response; default: the answer")
-    reward.add_argument("--metadata", **_METADATA)
     reward.add_argument("--timeout", type=_seconds, default=10.0, metavar="S", help="of one call; default %(default)s")
+    for kind in ("group_filter", "reward"):
+        one, about = kinds.choices[kind], "other columns of the data set"
+        one.add_argument("--metadata", type=_mapping, default={}, metavar="JSON", help=about)
     return parser
 
 
@@ -140,13 +140,6 @@ def _mapping(text: str) -> dict[str, object]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return cast("dict[str, object]", value)
 
-
-_METADATA: dict[str, Any] = {
-    "type": _mapping,
-    "default": {},
-    "metavar": "JSON",
-    "help": "other columns of the data set",
-}
 
 if __name__ == "__main__":
     sys.exit(main())

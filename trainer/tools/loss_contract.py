@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithms.losses import MAX_LOG_RATIO, LossInputs, LossStats
-from trainer.tools.plugin_contracts import Check, ContractError, checks_of, expect
+from trainer.tools.plugin_contracts import Check, checks_of, expect
 
 LossFn = Callable[[LossInputs], tuple[Tensor, LossStats]]
 
@@ -81,21 +81,20 @@ def _call(loss: LossFn, inputs: LossInputs) -> tuple[Tensor, Tensor, LossStats]:
     """(loss, gradient of its sum by the log-probs, stats), after the form of the result was checked."""
     leaf_L = inputs.logprobs_L.detach().clone().requires_grad_()
     given = loss(replace(inputs, logprobs_L=leaf_L))
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise ContractError(f"expected (loss, LossStats), got a {type(given).__name__}")
+    is_pair = isinstance(given, tuple) and len(given) == 2
+    expect(is_pair, f"expected (loss, LossStats), got a {type(given).__name__}")
     loss_L, stats = given
-    if not isinstance(loss_L, Tensor) or not isinstance(stats, LossStats):
-        raise ContractError(f"expected (Tensor, LossStats), got ({type(loss_L).__name__}, {type(stats).__name__})")
-    if loss_L.shape != leaf_L.shape or loss_L.dtype != torch.float32:
-        raise ContractError(
-            f"expected float32 of shape {list(leaf_L.shape)}, one loss per token, got {loss_L.dtype} of shape "
-            f"{list(loss_L.shape)}; do not average, the aggregation does"
-        )
-    if not loss_L.requires_grad:
-        raise ContractError("the loss has no gradient; compute it from inputs.logprobs_L without detach() or no_grad()")
+    kinds = f"({type(loss_L).__name__}, {type(stats).__name__})"
+    expect(isinstance(loss_L, Tensor) and isinstance(stats, LossStats), f"expected (Tensor, LossStats), got {kinds}")
+    expect(
+        loss_L.shape == leaf_L.shape and loss_L.dtype == torch.float32,
+        f"expected float32 of shape {list(leaf_L.shape)}, one loss per token, got {loss_L.dtype} of shape "
+        f"{list(loss_L.shape)}; do not average, the aggregation does",
+    )
+    no_gradient = "the loss has no gradient; compute it from inputs.logprobs_L without detach() or no_grad()"
+    expect(loss_L.requires_grad, no_gradient)
     (grad_L,) = torch.autograd.grad(loss_L.sum(), leaf_L, retain_graph=True, allow_unused=True)
-    if grad_L is None:
-        raise ContractError("the loss does not depend on inputs.logprobs_L")
+    expect(grad_L is not None, "the loss does not depend on inputs.logprobs_L")
     return loss_L, grad_L, stats
 
 
@@ -192,7 +191,7 @@ def _expect_close(name: str, got: Tensor, expected: float) -> None:
 
 
 def _part(inputs: LossInputs, members: Sequence[int]) -> LossInputs:
-    """Some of the sequences as a micro-batch of their own, in this order."""
+    """Some of the sequences as a separate micro-batch, in this order."""
     index = _tokens_of(inputs, members)
     counts = torch.tensor([int((inputs.sequence_L == i).sum()) for i in members])
     return LossInputs(
@@ -210,8 +209,8 @@ def _tokens_of(inputs: LossInputs, members: Sequence[int]) -> Tensor:
 
 
 def _tensors(inputs: LossInputs) -> list[Tensor]:
-    every = [inputs.logprobs_L, inputs.old_logprobs_L, inputs.advantages_L, inputs.sequence_L, inputs.selected_L]
-    return [tensor for tensor in every if tensor is not None]
+    values = (getattr(inputs, field.name) for field in fields(inputs))
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _short(values_L: Tensor) -> str:
