@@ -108,19 +108,27 @@ def test_an_empty_directory_is_filled_and_any_other_is_left_alone(
     assert (folder / "next.tmp").is_dir()
 
 
-def test_the_tokenizer_of_the_run_is_found_from_anywhere(
+def test_model_and_tokenizer_are_found_from_anywhere_and_named_if_they_were_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`model.tokenizer_path` is relative to where the run was started."""
+    """Their paths are relative to where the run was started."""
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "tokenizer_config.json").write_text('{"of": "the run"}')
+    save_tiny(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    cfg = run_config(save_tiny(tmp_path / "model"))
+    cfg = run_config(Path("model"))
     save(replace(cfg, model=replace(cfg.model, tokenizer_path="words")), tmp_path / "run", 5)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert main([str(tmp_path / "run"), "out"]) == 0, capsys.readouterr().err
-    assert (tmp_path / "elsewhere" / "out" / "tokenizer_config.json").read_text() == '{"of": "the run"}'
+    assert main(["../run", "out"]) == 0, capsys.readouterr().err
+    out = tmp_path / "elsewhere" / "out"
+    assert exported_step(out) == 5
+    assert (out / "tokenizer_config.json").read_text() == '{"of": "the run"}'
+    (tmp_path / "model").rename(tmp_path / "moved")
+    capsys.readouterr()
+    said = refusal(capsys, "../run", "again")
+    assert "is not a directory" in said and "--model" in said
+    assert main(["../run", "again", "--model", "../moved"]) == 0
 
 
 def test_adapters_over_a_model_from_the_seed_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,26 +192,6 @@ def test_a_configuration_that_is_missing_or_of_another_model_is_refused(
     assert "holds no configuration" in refusal(capsys, folder / "run", out)
     assert [path.name for path in folder.iterdir() if path.name.startswith("out")] == []
     assert main([str(folder / "run"), str(out), "--config", str(folder / "mine.yaml")]) == 0
-
-
-def test_a_model_that_was_moved_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cfg = run_config(save_tiny(tmp_path / "model"))
-    save(cfg, tmp_path / "run", 3)
-    (tmp_path / "model").rename(tmp_path / "moved")
-    said = refusal(capsys, tmp_path / "run", tmp_path / "out")
-    assert "is not a directory" in said and "--model" in said
-    assert main([str(tmp_path / "run"), str(tmp_path / "out"), "--model", str(tmp_path / "moved")]) == 0
-
-
-def test_a_model_is_found_by_the_path_that_the_run_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration may have a relative one, and the command is given from anywhere."""
-    save_tiny(tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
-    save(run_config(Path("model")), tmp_path / "run", 3)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert main(["../run", "out"]) == 0
-    assert exported_step(tmp_path / "elsewhere" / "out") == 3
 
 
 def test_an_output_that_cannot_be_written_is_a_failure_and_leaves_nothing(
