@@ -126,18 +126,16 @@ class Evaluator:
         """For how long any has been running so far, in seconds. It never falls: a difference is an overlap."""
         return self._ran_s + (asyncio.get_running_loop().time() - self._began_at if self._is_running else 0.0)
 
-    async def run(
-        self, pinned: asyncio.Event, *, is_shared: bool = False
-    ) -> tuple[dict[str, EvalMetrics], Sequence[Answered]]:
-        """Evaluate the version that the replica has; the numbers by set, and what they are the numbers of. Sets
-        `pinned` once no commit can change the version any more. If its replica dies, it begins again on others, with
-        the version that is live there.
+    async def run(self, pinned: asyncio.Event | None = None) -> tuple[dict[str, EvalMetrics], Sequence[Answered]]:
+        """Evaluate the version that the replica has; the numbers by set, and what they are the numbers of. If its
+        replica dies, it begins again on others, with the version that is live there.
 
         Consumes: the evaluation prompts. Waits for: the replicas' commit locks, and their responses. Unblocked by:
         `trainer.eval_timeout_s`; an interrupt, after `trainer.shutdown_timeout_s`.
 
         Args:
-            is_shared: no version is published meanwhile, so all live replicas take part.
+            pinned: set once no commit can change the version any more. None where no version is published meanwhile:
+                all live replicas take part then.
 
         Raises:
             EvaluationFailed: not every response could be scored.
@@ -153,11 +151,12 @@ class Evaluator:
                 names = self._live(lost)
                 if not names:
                     raise NoReplica(f"no live replica is left to evaluate on: {dict(self._members())}")
-                names = names if is_shared else names[:1]
+                names = names if pinned is None else names[:1]
                 try:
                     async with self._pin_versions(names) as versions:
                         version = self.last_version = max(v for v in versions.values() if v is not None)
-                        pinned.set()
+                        if pinned is not None:
+                            pinned.set()
                         # A sync may have passed one by.
                         trajectories = await self._generate_all([n for n in names if versions[n] == version], lost)
                     break
@@ -177,7 +176,8 @@ class Evaluator:
         finally:
             self._is_running, self._ended_at = False, now()
             self._ran_s += self._ended_at - self._began_at
-            pinned.set()  # a failure must not leave anything waiting for it
+            if pinned is not None:
+                pinned.set()  # a failure must not leave anything waiting for it
 
     def _live(self, lost: set[str]) -> list[str]:
         return [name for name, state in self._members().items() if state == "live" and name not in lost]
@@ -400,7 +400,7 @@ class EvaluationSchedule:
         state, telemetry = self._state, self._telemetry
         try:
             with telemetry.tracer.span("evaluation", "evaluate", overlapping=True):
-                scores, answers = await self._evaluator.run(pinned or asyncio.Event(), is_shared=pinned is None)
+                scores, answers = await self._evaluator.run(pinned)
         except EvaluationFailed as error:
             await self._report_failure(error)
             return

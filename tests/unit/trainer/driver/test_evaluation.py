@@ -233,14 +233,11 @@ class Engines:
         worker = RolloutWorker(spec, engines, tokenizer=Numbers(), score=odd, clock=asyncio.get_running_loop().time)
         return self.change(await worker.evaluate(prompts, params, engine=name, numbers=numbers))
 
-    def run(self, *, is_shared: bool = False, meanwhile: Any = None) -> tuple[EvalMetrics, float]:
+    def run(self, *, is_shared: bool = False) -> tuple[EvalMetrics, float]:
         """The numbers of the main set, and the seconds."""
 
         async def main() -> tuple[EvalMetrics, float]:
-            other = asyncio.create_task(meanwhile()) if meanwhile else None
-            scores, _ = await self.evaluator.run(asyncio.Event(), is_shared=is_shared)
-            if other is not None:
-                await other
+            scores, _ = await self.evaluator.run(None if is_shared else asyncio.Event())
             return scores[""], asyncio.get_running_loop().time()
 
         return run_virtual(main())
