@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from transformers import (
 from tests.fakes.forks import RANKS, forks
 from tests.fakes.patience import PATIENT_S
 from trainer.config.algorithm import AlgorithmConfig
-from trainer.config.schema import LearnerConfig, ModelConfig, RolloutConfig, RunConfig
+from trainer.config.schema import LearnerConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from trainer.data.batch import MicroBatch
 from trainer.learner.model import check_packed, load_config
 from trainer.learner.packed_inputs import scatter_to_tokens
@@ -34,8 +36,10 @@ from trainer.learner.policy import PolicyTrainer
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
+
+    from trainer.learner.fsdp import ShardedAdamW
 
 VOCAB = 61
 TINY = {
@@ -167,22 +171,34 @@ def logprobs(learner: PolicyTrainer, batch: MicroBatch) -> np.ndarray:
 def gradients(
     learner: PolicyTrainer, micro_batches: Sequence[MicroBatch], *, step: int = 0, **rewards: Any
 ) -> dict[str, torch.Tensor]:
-    """Whole gradients of one step, which is then not taken."""
+    """Whole gradients of policy and critic in one step, which is then not taken; of their first update only."""
     captured: dict[str, torch.Tensor] = {}
-    optimizer = learner._optimizers[""]
 
-    def capture(**_: float) -> None:
-        for name, param in learner.model.named_parameters():
-            assert param.grad is not None, name
-            captured[name] = param.grad.full_tensor().clone()
+    def capture(prefix: str, optimizer: ShardedAdamW, **_: float) -> None:
+        for slot in optimizer._slots:
+            assert slot.param.grad is not None, slot.name
+            captured[f"{prefix}{slot.name}"] = slot.param.grad.full_tensor().clone()
         optimizer.zero_grad()
 
-    original, optimizer.step = optimizer.step, capture
-    try:
+    with contextlib.ExitStack() as patches:
+        for prefix, optimizer in learner._optimizers.items():
+            patches.enter_context(mock.patch.object(optimizer, "step", functools.partial(capture, prefix, optimizer)))
         learner.train_step(micro_batches, step=step, **rewards)
-    finally:
-        optimizer.step = original
     return captured
+
+
+def assert_gradients(got: Mapping[str, torch.Tensor], expected: Mapping[str, Any], *, tolerance: float) -> None:
+    """Of every parameter that `expected` names, relative to the largest of its gradient."""
+    assert expected
+    for name, gradient in expected.items():
+        assert gradient is not None, name
+        scale = gradient.abs().max()
+        torch.testing.assert_close(got[name] / scale, gradient / scale, rtol=tolerance, atol=tolerance)
+
+
+def with_lora(cfg: RunConfig, **lora: Any) -> RunConfig:
+    values = {"rank": 8, "alpha": 20.0, "target_modules": "q_proj+up_proj", **lora}
+    return replace(cfg, model=replace(cfg.model, lora=LoraConfig(**values)))
 
 
 def reference_logprobs(learner: PolicyTrainer, batch: MicroBatch) -> np.ndarray:

@@ -87,33 +87,6 @@ def config(model_dir: Path, *, critic: dict[str, Any] | None = None, **algorithm
     return replace(run_config(model_dir), algorithm=AlgorithmConfig(**keys), critic=CriticConfig(**values))
 
 
-def all_gradients(
-    learner: PolicyTrainer, batches: Sequence[MicroBatch], rewards: dict[str, Any]
-) -> dict[str, torch.Tensor]:
-    """Whole gradients of policy and critic of one step, which is then not taken. Of the first update only."""
-    captured: dict[str, torch.Tensor] = {}
-    optimizers = learner._optimizers
-
-    def capture(prefix: str) -> Any:
-        def step(**_: float) -> None:
-            for slot in optimizers[prefix]._slots:
-                assert slot.param.grad is not None, slot.name
-                captured[f"{prefix}{slot.name}"] = slot.param.grad.full_tensor().clone()
-            optimizers[prefix].zero_grad()
-
-        return step
-
-    originals = {prefix: one.step for prefix, one in optimizers.items()}
-    for prefix, one in optimizers.items():
-        one.step = capture(prefix)
-    try:
-        learner.train_step(batches, step=0, **rewards)
-    finally:
-        for prefix, one in optimizers.items():
-            one.step = originals[prefix]
-    return captured
-
-
 def all_weights(learner: PolicyTrainer) -> dict[str, torch.Tensor]:
     """Of everything that is trained, whole."""
     return {

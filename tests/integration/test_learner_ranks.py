@@ -31,7 +31,7 @@ from tests.fakes.learner import (
     without_loss,
 )
 from tests.fakes.patience import PATIENT_TEST_S
-from tests.fakes.rewarded import all_gradients, all_weights, config, filler, pack_rewarded, rewarded
+from tests.fakes.rewarded import all_weights, config, filler, pack_rewarded, rewarded
 from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, RejectConfig
 from trainer.errors import CheckpointError, TrainingDiverged
 from trainer.learner import critic, prepare
@@ -331,7 +331,7 @@ def _resumed(directory: Path, name: str, path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "weights": all_weights(learner),
         "reference": reference_logprobs(learner, pack_rewarded(parts)),
-        "gradients": all_gradients(learner, _share(parts), step_rewards),
+        "gradients": gradients(learner, _share(parts), **step_rewards),
     }
     _train(learner, STEPS, 1)
     return found | {"later": all_weights(learner)}

@@ -21,12 +21,12 @@ from weight_sync.device.errors import DeviceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import torch
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public, but not declared
 
     from trainer.algorithms.advantages import GroupRewards
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
+    from trainer.learner.lora import PublishedShards
     from trainer.learner.policy import PolicyTrainer
     from trainer.learner.step_stats import StepResult
     from weight_sync.device.base import Backend
@@ -59,10 +59,7 @@ class _LearnerState(NamedTuple):
     publisher: WeightPublisher
     description: bytes
     """Of the shards, for weight sync."""
-    tensors: dict[str, torch.Tensor]
-    """Local shards, live."""
-    refresh: Callable[[], None]
-    """Brings `tensors` up to date with the parameters, where they do not share memory."""
+    published: PublishedShards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +81,6 @@ class SetupReport:
     """Of each stage, in order."""
     warnings: tuple[str, ...]
     """For the driver's log; that of this process is deleted at a clean shutdown."""
-
-
-def _nothing() -> None: ...
 
 
 class LearnerActor:
@@ -138,9 +132,8 @@ class LearnerActor:
         import torch
         import torch.distributed as dist
 
-        from trainer.learner.lora import AdapterSource
+        from trainer.learner.lora import PublishedShards
         from trainer.learner.policy import PolicyTrainer, largest_micro_batch
-        from weight_sync.layout import local_shards
         from weight_sync.publisher import WeightPublisher
 
         end_stage("imports")
@@ -158,13 +151,9 @@ class LearnerActor:
         end_stage("device and meeting")
         learner = PolicyTrainer(cfg, device=device, backend=self._backend)
         publisher = WeightPublisher(self._backend, rank=self._rank)
-        if cfg.model.lora.rank:
-            source = AdapterSource(learner.model, rollout_dtype=cfg.model.rollout_dtype)
-            params, shards, tensors, refresh = source.params, source.shards, source.tensors, source.refresh
-        else:
-            params, shards, tensors = local_shards(learner.model, rollout_dtype=cfg.model.rollout_dtype)
-            refresh = _nothing
-        self._ready = _LearnerState(learner, publisher, publisher.describe(params, shards), tensors, refresh)
+        published = PublishedShards(learner.model, rollout_dtype=cfg.model.rollout_dtype)
+        description = publisher.describe(published.params, published.shards)
+        self._ready = _LearnerState(learner, publisher, description, published)
         end_stage("model")
         if cfg.learner.compile:  # concurrently with the start of the engines, and not in the first step
             learner.warmup_compile(largest_micro_batch(cfg))
@@ -230,8 +219,8 @@ class LearnerActor:
         """Pack the current weights as `version`; the optimizer may continue when this returns."""
         parts = self._parts
         parts.learner.offload.require_onloaded("ws_publish")
-        parts.refresh()
-        return parts.publisher.publish(version, parts.tensors, deadline_s=deadline_s)
+        parts.published.refresh()
+        return parts.publisher.publish(version, parts.published.tensors, deadline_s=deadline_s)
 
     def ws_digests(self, version: int) -> bytes:
         return self._parts.publisher.digests(version)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.rendering import load_tokenizer
@@ -19,8 +18,6 @@ from trainer.learner.lora import ADAPTER_DIR, gather_adapters, merged_parameters
 from weight_sync.checkpoint_names import persistent_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from trainer.config.schema import ModelConfig
 
 
@@ -49,15 +46,17 @@ def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: M
     """
     dtype, rank = getattr(torch, config.rollout_dtype), dist.get_rank() if dist.is_initialized() else 0
     state: dict[str, Tensor] = {}
-    for name, whole in _whole_parameters(model, dtype, with_adapters=config.lora.rank > 0):  # in lockstep over ranks
+    for name, whole in merged_parameters(model, dtype):  # in lockstep over ranks
         if rank == 0:
-            state[name] = whole.to(dtype).cpu()
+            state[name] = whole.cpu()
     state |= {name: buffer.detach().cpu() for name, buffer in persistent_buffers(model)}
     adapter = gather_adapters(model)
     if rank == 0:
         tmp = path.with_name(f"{path.name}.tmp")
         try:
-            _write(tmp, state, adapter, model=model, source_dir=source_dir, config=config)
+            _write(tmp, state, model=model, source=source_dir, config=config)
+            if adapter:
+                write_adapter(tmp / ADAPTER_DIR, adapter, config.lora, base=config.path)
             replace_directory(tmp, path)
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -65,26 +64,7 @@ def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: M
         dist.barrier()
 
 
-def _whole_parameters(
-    model: PreTrainedModel, dtype: torch.dtype, *, with_adapters: bool
-) -> Iterator[tuple[str, Tensor]]:
-    if with_adapters:
-        yield from merged_parameters(model)
-        return
-    for name, param in model.named_parameters():
-        local = param.detach().to(dtype)  # first, because it halves what is gathered
-        yield name, local.full_tensor() if isinstance(local, DTensor) else local
-
-
-def _write(
-    tmp: Path,
-    state: dict[str, Tensor],
-    adapter: dict[str, Tensor],
-    *,
-    model: PreTrainedModel,
-    source_dir: Path,
-    config: ModelConfig,
-) -> None:
+def _write(tmp: Path, state: dict[str, Tensor], *, model: PreTrainedModel, source: Path, config: ModelConfig) -> None:
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     # A model of the original class on the meta device writes the files: it knows the class name, tied weights and
@@ -97,11 +77,9 @@ def _write(
     meta.save_pretrained(tmp, state_dict=state)
     for weights in tmp.glob("*.safetensors"):  # written with access for their owner alone, unlike the other files
         weights.chmod((tmp / "config.json").stat().st_mode)
-    if (source_dir / GENERATION_FILE).is_file():
-        shutil.copyfile(source_dir / GENERATION_FILE, tmp / GENERATION_FILE)
-    _copy_tokenizer(_tokenizer_dir(config, source_dir), tmp, config)
-    if adapter:
-        write_adapter(tmp / ADAPTER_DIR, adapter, config.lora, base=config.path)
+    if (source / GENERATION_FILE).is_file():
+        shutil.copyfile(source / GENERATION_FILE, tmp / GENERATION_FILE)
+    _copy_tokenizer(_tokenizer_dir(config, source), tmp, config)
 
 
 def _copy_tokenizer(source: Path, target: Path, config: ModelConfig) -> None:

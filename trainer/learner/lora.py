@@ -142,15 +142,16 @@ def init_adapters(hf: nn.Module, *, seed: int) -> None:
         local_tensor(adapter.b.detach()).zero_()
 
 
-class AdapterSource:
-    """What this rank publishes: its rows of A unchanged, and of B times the scaling.
+class PublishedShards:
+    """What this rank publishes: its rows of the model; or of its adapters, of A unchanged and of B times the scaling.
 
     `tensors` are persistent; `refresh` brings those of B up to date.
     """
 
     def __init__(self, hf: nn.Module, *, rollout_dtype: str) -> None:
         adapters = adapters_of(hf)
-        tree = TensorTree({name: tensor for adapter in adapters for name, tensor in adapter.published()})
+        matrices = {name: tensor for adapter in adapters for name, tensor in adapter.published()}
+        tree = TensorTree(matrices) if adapters else hf
         self.params, self.shards, self.tensors = local_shards(tree, rollout_dtype=rollout_dtype)
         self._scaled: list[tuple[Tensor, float, Tensor]] = []
         for adapter in adapters:
@@ -166,17 +167,18 @@ class AdapterSource:
             torch.mul(live, scaling, out=scaled)
 
 
-def merged_parameters(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Collective: every base parameter, whole, with W + scaling * B A where there is an adapter, in float32."""
+def merged_parameters(hf: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Collective: every base parameter, whole, as W + scaling * B A in float32 where there is an adapter."""
     deltas = {f"{adapter.module}.weight": adapter for adapter in adapters_of(hf)}
-    for name, param in hf.named_parameters():
-        if is_adapter(name):
+    for full_name, param in hf.named_parameters():
+        if is_adapter(full_name):
             continue
-        whole = _whole(param).float()
-        adapter = deltas.get(checkpoint_name(name))
-        if adapter is not None:
-            whole = whole + adapter.scaling * (_whole(adapter.b) @ _whole(adapter.a))
-        yield checkpoint_name(name), whole
+        name = checkpoint_name(full_name)
+        if (adapter := deltas.get(name)) is None:
+            yield name, _whole(param.detach().to(dtype))  # in this order, because it halves what is gathered
+        else:
+            merged = _whole(param).float() + adapter.scaling * (_whole(adapter.b) @ _whole(adapter.a))
+            yield name, merged.to(dtype)
 
 
 def gather_adapters(hf: nn.Module) -> dict[str, Tensor]:

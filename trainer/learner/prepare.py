@@ -185,42 +185,15 @@ def reward_advantages(
     `loss_mask`.
     """
     traits = traits_of(config)
-    if not traits.reward_to_go:
-        return _response_advantages(batches, rewards, group_rewards, config=config, device=device)
-    returns: list[np.ndarray] = []
-    for batch, rewards_T in zip(batches, rewards, strict=True):
-        returns_T = np.zeros(len(rewards_T))
-        for start, stop in pairwise(batch.cu_seqlens.tolist()):
-            returns_T[start:stop] = reward_to_go(rewards_T[start:stop], batch.loss_mask[start:stop])
-        returns.append(returns_T)
-    return normalized_over_ranks(returns, batches, device=device) if traits.spans_step else returns
-
-
-def normalized_over_ranks(
-    values: Sequence[np.ndarray], batches: Sequence[MicroBatch], *, device: torch.device
-) -> list[np.ndarray]:
-    """(a - mean) / sqrt(max(variance, 1e-8)) over all loss tokens of the step, with the biased variance. Collective.
-
-    As `advantages.reinforce_pp`, for values on different ranks: float64[T] of every micro-batch in and out, 0 outside
-    `loss_mask`.
-    """
-    own = np.concatenate([v[batch.loss_mask] for v, batch in zip(values, batches, strict=True)])
-    count, total, square = _over_ranks(np.array([own.size, own.sum(), (own**2).sum()]), device)
-    mean = total / max(1.0, count)
-    # Two sums in one pass: advantages are near 0 and have 16 digits, so the difference loses none that matter.
-    scale = np.sqrt(max(square / max(1.0, count) - mean**2, MIN_VARIANCE))
-    return [np.where(batch.loss_mask, (v - mean) / scale, 0.0) for v, batch in zip(values, batches, strict=True)]
-
-
-def _response_advantages(
-    batches: Sequence[MicroBatch],
-    rewards: Sequence[np.ndarray],
-    group_rewards: Sequence[GroupRewards],
-    *,
-    config: AlgorithmConfig,
-    device: torch.device,
-) -> list[np.ndarray]:
-    """Every rank knows the rewards of all responses, and the penalties of those it has; then all compute the same."""
+    if traits.reward_to_go:
+        returns: list[np.ndarray] = []
+        for batch, rewards_T in zip(batches, rewards, strict=True):
+            returns_T = np.zeros(len(rewards_T))
+            for start, stop in pairwise(batch.cu_seqlens.tolist()):
+                returns_T[start:stop] = reward_to_go(rewards_T[start:stop], batch.loss_mask[start:stop])
+            returns.append(returns_T)
+        return normalized_over_ranks(returns, batches, device=device) if traits.spans_step else returns
+    # Every rank knows the rewards of all responses, and the penalties of those it has; then all compute the same.
     sizes = [group.rewards_G.size for group in group_rewards]
     penalties_N = np.zeros(sum(sizes))
     for batch, rewards_T in zip(batches, rewards, strict=True):
@@ -240,6 +213,22 @@ def _response_advantages(
         np.where(batch.loss_mask, np.repeat(advantages_N[batch.response_index], np.diff(batch.cu_seqlens)), 0.0)
         for batch in batches
     ]
+
+
+def normalized_over_ranks(
+    values: Sequence[np.ndarray], batches: Sequence[MicroBatch], *, device: torch.device
+) -> list[np.ndarray]:
+    """(a - mean) / sqrt(max(variance, 1e-8)) over all loss tokens of the step, with the biased variance. Collective.
+
+    As `advantages.reinforce_pp`, for values on different ranks: float64[T] of every micro-batch in and out, 0 outside
+    `loss_mask`.
+    """
+    own = np.concatenate([v[batch.loss_mask] for v, batch in zip(values, batches, strict=True)])
+    count, total, square = _over_ranks(np.array([own.size, own.sum(), (own**2).sum()]), device)
+    mean = total / max(1.0, count)
+    # Two sums in one pass: advantages are near 0 and have 16 digits, so the difference loses none that matter.
+    scale = np.sqrt(max(square / max(1.0, count) - mean**2, MIN_VARIANCE))
+    return [np.where(batch.loss_mask, (v - mean) / scale, 0.0) for v, batch in zip(values, batches, strict=True)]
 
 
 def _over_ranks(values: np.ndarray, device: torch.device) -> np.ndarray:

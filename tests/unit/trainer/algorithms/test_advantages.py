@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trainer.algorithms.advantages import GroupRewards, gae_advantages, reward_to_go, step_advantages
 from trainer.config.algorithm import ESTIMATORS, AdvantageName, AlgorithmConfig
@@ -209,13 +207,6 @@ def test_equal_rewards_teach_nothing_where_answers_are_compared(name: str) -> No
     close(advantages_of(answers, config=CONFIGS[name]), np.zeros((1, 5)))
 
 
-@given(st.lists(st.floats(-100, 100), min_size=2, max_size=16), st.floats(-50, 50))
-def test_baselines_do_not_see_a_constant_shift(rewards: list[float], shift: float) -> None:
-    shifted = [r + shift for r in rewards]
-    for name in ("dr_grpo", "rloo", "opo", "pass_at_k_plain"):
-        close(advantages_of(group(shifted), config=CONFIGS[name]), advantages_of(group(rewards), config=CONFIGS[name]))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_of_one_answer_or_of_none_gives_finite_numbers(name: str) -> None:
     assert step_advantages([], config=CONFIGS[name]) == []
@@ -273,18 +264,6 @@ def test_the_closed_form() -> None:
     np.testing.assert_allclose(returns, np.add(GAE, VALUES), atol=1e-9)
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-@pytest.mark.parametrize("where", [0, 2, 4])
-def test_inserted_context_changes_nothing(where: int, gamma: float) -> None:
-    expected, _ = gae_advantages(TURN_REWARDS, VALUES, ALL, gamma=gamma, lam=0.95)
-    rewards, values = np.insert(TURN_REWARDS, [where] * 3, 0.0), np.insert(VALUES, [where] * 3, [7.0, np.nan, -7.0])
-    mask = np.insert(ALL, [where] * 3, False)
-    advantages, returns = gae_advantages(rewards, values, mask, gamma=gamma, lam=0.95)
-    np.testing.assert_allclose(advantages[mask], expected, atol=1e-12)
-    assert not advantages[~mask].any()
-    assert not returns[~mask].any()
-
-
 def written_out(
     rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float
 ) -> tuple[list[float], list[float]]:
@@ -300,23 +279,15 @@ def written_out(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_ragged_turns_with_rewards_agree_with_the_double_sum(seed: int) -> None:
+def test_ragged_turns_agree_with_the_double_sum_whatever_the_values_of_context(seed: int) -> None:
     rng = np.random.Generator(np.random.PCG64(seed))
     size = int(rng.integers(1, 60))
     mask = rng.random(size) < 0.6
-    rewards, values = rng.normal(size=size) * mask, rng.normal(size=size)
+    rewards, values = rng.normal(size=size) * mask, np.where(mask, rng.normal(size=size), np.nan)
     gamma, lam = float(rng.uniform(0.8, 1)), float(rng.uniform(0, 1))
     got = gae_advantages(rewards, values, mask, gamma=gamma, lam=lam)
     for array, wanted in zip(got, written_out(rewards, values, mask, gamma, lam), strict=True):
         np.testing.assert_allclose(array, wanted, atol=1e-10)
-
-
-def test_lambda_1_is_the_return_minus_the_value_and_lambda_0_the_one_step_error() -> None:
-    advantages, returns = gae_advantages(TURN_REWARDS, VALUES, ALL, gamma=1.0, lam=1.0)
-    np.testing.assert_allclose(returns, np.ones(4), atol=1e-12)
-    np.testing.assert_allclose(advantages, 1 - np.array(VALUES), atol=1e-12)
-    advantages, _ = gae_advantages(TURN_REWARDS, VALUES, ALL, gamma=0.5, lam=0.0)
-    np.testing.assert_allclose(advantages, [0.0, -0.05, -0.1, 0.6], atol=1e-12)
 
 
 def test_a_long_answer_keeps_its_precision() -> None:

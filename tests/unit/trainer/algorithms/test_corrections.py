@@ -67,14 +67,6 @@ def random_inputs(seed: int, *, spread: float = 0.7, num_sequences: int = 7) -> 
 # --- closed forms
 
 
-def test_tis_caps_the_weight_of_a_token() -> None:
-    inputs = tokens(np.log([0.4, 0.8, 6.0]))
-    for objective in ("bypass", "decoupled"):
-        config = CorrectionConfig(objective=objective, clamp=ClampConfig(upper=2.0))
-        expected = torch.tensor([-0.4, -0.8, -2.0]).double()
-        torch.testing.assert_close(gradient(inputs, config, "importance_sampling"), expected, rtol=0, atol=1e-6)
-
-
 def test_tis_without_a_cap_is_plain_importance_sampling() -> None:
     inputs, ages = random_inputs(0)
     plain = -inputs.advantages_L * (inputs.logprobs_L - inputs.old_logprobs_L).exp()

@@ -110,10 +110,9 @@ def groups(*rewards: list[float]) -> list[GroupRewards]:
 
 
 def test_a_built_in_loss_by_its_path_is_the_built_in_loss() -> None:
-    named = policy_loss(inputs(), config=AlgorithmConfig(clip_ratio_low=0.1, clip_ratio_high=0.3, dual_clip=3.0))
-    by_path = policy_loss(
-        inputs(), config=loss_config(BUILT_IN, clip_ratio_low=0.1, clip_ratio_high=0.3, dual_clip=3.0)
-    )
+    keys = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "dual_clip": 3.0}
+    named = policy_loss(inputs(), config=AlgorithmConfig(**keys))
+    by_path = policy_loss(inputs(), config=loss_config(BUILT_IN, **keys))
     assert torch.equal(named[0], by_path[0])
     assert named[1].clipped_high == by_path[1].clipped_high == 1
 
@@ -148,17 +147,6 @@ def test_an_own_estimator_gets_its_numbers_and_declares_its_traits_or_promises_l
         ("bad_half", "float16"),
         ("bad_stats", "LossStats"),
         ("bad_alone", "of type Tensor"),
-    ],
-)
-def test_a_result_that_is_no_loss_is_refused_by_name(name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"algorithm.loss=own_losses_for_test.{name}") as error:
-        policy_loss(inputs(), config=loss_config(name))
-    assert words in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
         ("bad_nan", "rewards [1.0, 1.0, 1.0]"),
         ("bad_shape", "one advantage per response, shape (2,)"),
         ("bad_count", "got 1 of them"),
@@ -166,8 +154,11 @@ def test_a_result_that_is_no_loss_is_refused_by_name(name: str, words: str) -> N
         ("bad_text", "arrays of numbers"),
     ],
 )
-def test_a_result_that_is_no_advantage_is_refused_by_name(name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"algorithm.advantage_estimator=own_estimators_for_test.{name}") as error:
+def test_a_result_that_is_no_loss_or_advantage_is_refused_by_name(name: str, words: str) -> None:
+    key = "algorithm.loss=own_losses" if f"def {name}" in LOSS else "algorithm.advantage_estimator=own_estimators"
+    with pytest.raises(ValueError, match=f"{key}_for_test.{name}") as error:
+        if f"def {name}" in LOSS:
+            policy_loss(inputs(), config=loss_config(name))
         step_advantages(groups([0.0, 1.0], [1.0, 1.0, 1.0]), config=advantage_config(name))
     assert words in str(error.value)
 

@@ -140,19 +140,22 @@ def _reference(
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
-def test_chunks_equal_the_full_softmax_with_gradients(temperature: float, chunk_tokens: int) -> None:
+@pytest.mark.parametrize("of_entropy", [0.0, 1.0])
+def test_chunks_equal_the_full_softmax_with_gradients(temperature: float, chunk_tokens: int, of_entropy: float) -> None:
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(n, 8, generator=generator) for n in (11, 19))
-    target, direction = torch.randint(0, 19, (11,), generator=generator), torch.randn(11, generator=generator)
+    target, direction = torch.randint(0, 19, (11,), generator=generator), torch.randn(2, 11, generator=generator)
+    direction[1] *= of_entropy
     results = []
     for chunked in (True, False):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if chunked:
-            logp, entropy = selected_logprobs(h, w, target, temperature=temperature, chunk_tokens=chunk_tokens)
+            keys = {"temperature": temperature, "chunk_tokens": chunk_tokens}
+            both = selected_logprobs(h, w, target, **keys, entropy_has_grad=bool(of_entropy))
         else:
-            logp, entropy = _reference(h, w, target, temperature)
-        (logp * direction).sum().backward()
-        results.append((logp.detach(), entropy.detach(), h.grad, w.grad))
+            both = _reference(h, w, target, temperature)
+        (torch.stack(both) * direction).sum().backward()
+        results.append((*both, h.grad, w.grad))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -185,23 +188,6 @@ def test_entropy_gradient_passes_the_numerical_check(chunk_tokens: int) -> None:
         return selected_logprobs(h, w, target, temperature=0.7, chunk_tokens=chunk_tokens, entropy_has_grad=True)
 
     assert torch.autograd.gradcheck(both, (hidden, weight))
-
-
-def test_entropy_gradient_equals_the_full_softmax_in_float32() -> None:
-    generator = torch.Generator().manual_seed(3)
-    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (11, 19))
-    target, direction = torch.randint(0, 19, (11,), generator=generator), torch.randn(2, 11, generator=generator)
-    results = []
-    for chunked in (True, False):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        if chunked:
-            both = selected_logprobs(h, w, target, temperature=0.6, chunk_tokens=4, entropy_has_grad=True)
-        else:
-            both = _reference(h, w, target, 0.6)
-        (torch.stack(both) * direction).sum().backward()
-        results.append((h.grad, w.grad))
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 class Shapes(TorchDispatchMode):

@@ -13,16 +13,24 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from tests.fakes.learner import TINY, gradients, make_learner, run_config, save_tiny, weights
-from tests.fakes.rewarded import GROUP_SIZE, all_gradients, all_weights, config, filler, pack_rewarded, paid, rewarded
+from tests.fakes.learner import (
+    TINY,
+    assert_gradients,
+    gradients,
+    make_learner,
+    run_config,
+    save_tiny,
+    weights,
+    with_lora,
+)
+from tests.fakes.rewarded import GROUP_SIZE, all_weights, config, filler, pack_rewarded, paid, rewarded
 from trainer.algorithms.advantages import GroupRewards, step_advantages
 from trainer.config.algorithm import AlgorithmConfig, KlConfig
-from trainer.config.schema import LoraConfig
 from trainer.errors import CheckpointError, ModelError, TrainingDiverged
 from trainer.learner.checkpoint import begin
 from trainer.learner.critic import SeparateCritic, SharedCritic, ValueSums, ValueTargets
 from trainer.learner.policy import largest_micro_batch
-from trainer.learner.prepare import normalized_over_ranks, reward_advantages
+from trainer.learner.prepare import reward_advantages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,7 +110,7 @@ def test_values_advantages_returns_and_gradients_are_those_of_a_plain_model(kind
     slow = [slow_gae(p, v.astype(float).tolist()) for p, v in zip(parts, given, strict=True)]
     np.testing.assert_allclose(one.advantages_T[mask], [a for advantages, _ in slow for a in advantages], atol=1e-9)
     np.testing.assert_allclose(one.returns_T[mask], [r for _, returns in slow for r in returns], atol=1e-9)
-    got = all_gradients(learner, [batch], step_rewards)
+    got = gradients(learner, [batch], **step_rewards)
     errors = [values_L - torch.tensor(returns) for values_L, (_, returns) in zip(values, slow, strict=True)]
     (0.5 * torch.cat(errors).square().sum() / step_rewards["num_loss_tokens"]).backward()
     scale = KINDS[kind].get("value_coef", 1.0)
@@ -110,10 +118,8 @@ def test_values_advantages_returns_and_gradients_are_those_of_a_plain_model(kind
         gradient = getattr(plain, name).grad
         torch.testing.assert_close(got[f"{plain.prefix}value_head.{name}"], scale * gradient, rtol=1e-4, atol=1e-6)
     if kind == "own":  # the shared backbone has the policy's gradient too
-        for name, param in plain.model.named_parameters():
-            assert param.grad is not None
-            size = param.grad.abs().max()
-            torch.testing.assert_close(got[f"critic.hf.{name}"] / size, param.grad / size, rtol=1e-3, atol=1e-4)
+        whole = {f"critic.hf.{name}": param.grad for name, param in plain.model.named_parameters()}
+        assert_gradients(got, whole, tolerance=3e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,18 +137,15 @@ def test_the_policy_has_the_gradient_of_those_advantages(kind: str, whiten: bool
     ready[batch.loss_mask] = advantages
     plain = make_learner(run_config(tiny_dir))
     plain.model.load_state_dict(learner.model.state_dict())
-    expected = all_gradients(
-        plain, [replace(batch, advantages=ready, token_rewards=None, response_index=None)], step_rewards
-    )
-    got = all_gradients(learner, [batch], step_rewards)
+    final = replace(batch, advantages=ready, token_rewards=None, response_index=None)
+    expected = gradients(plain, [final], **step_rewards)
+    got = gradients(learner, [batch], **step_rewards)
     if kind == "shared":  # less the part of the value loss, which the same step without a policy loss has alone
         values_only = replace(batch, loss_weights=np.zeros_like(batch.loss_weights))
-        alone = all_gradients(learner, [values_only], step_rewards)
+        alone = gradients(learner, [values_only], **step_rewards)
         got = {name: gradient - alone[name] for name, gradient in got.items()}
         assert not got["value_head.weight"].any()
-    for name, gradient in expected.items():
-        scale = gradient.abs().max()
-        torch.testing.assert_close(got[name] / scale, gradient / scale, rtol=1e-4, atol=1e-5)
+    assert_gradients(got, expected, tolerance=5e-5)
 
 
 def test_value_metrics_equal_their_formulas(tiny_dir: Path) -> None:
@@ -295,8 +298,7 @@ def test_the_critic_may_start_from_another_model_also_without_output_matrix(tiny
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_with_adapters_has_a_critic_too(kind: str, tiny_dir: Path) -> None:
     cfg = config(tiny_dir, critic=KINDS[kind], kl={"coef": 0.1, "apply_to": "reward"})
-    lora = LoraConfig(rank=8, alpha=20.0, target_modules="q_proj+up_proj")
-    learner = make_learner(replace(cfg, model=replace(cfg.model, lora=lora)))
+    learner = make_learner(with_lora(cfg))
     before = all_weights(learner)
     train(learner, 3)
     after = all_weights(learner)
@@ -409,21 +411,6 @@ def test_advantages_equal_a_loop_over_responses_and_tokens_in_any_order_and_spli
     assert not finished([filler()], {"group_rewards": ()}, algorithm)[0].any()
 
 
-def test_the_driver_and_the_learner_normalise_alike() -> None:
-    """Values per answer and its number of tokens on one side, per token over micro-batches on the other."""
-    parts, _ = rewarded(7)
-    rng = np.random.default_rng(3)
-    values_N = rng.normal(2.0, 3.0, len(parts))
-    lengths_N = np.array([int(p.loss_mask.sum()) for p in parts])
-    split = [slice(0, 1), slice(1, 4), slice(4, 7)]
-    groups = [GroupRewards(rewards_G=values_N[s], lengths_G=lengths_N[s]) for s in split]
-    driver = step_advantages(groups, config=AlgorithmConfig(advantage_estimator="reinforce_pp"))
-    per_token = [np.where(p.loss_mask, value, 0.0) for p, value in zip(parts, values_N, strict=True)]
-    learner = normalized_over_ranks(per_token, parts, device=CPU)
-    for value, got_T, part in zip(np.concatenate(driver), learner, parts, strict=True):
-        np.testing.assert_allclose(got_T[part.loss_mask], value, rtol=1e-12)
-
-
 def test_the_sequences_of_an_answer_pay_for_all_of_them() -> None:
     parts, _ = rewarded(3)
     first, second, other = parts
@@ -457,7 +444,7 @@ def test_a_step_with_the_kl_in_the_reward_has_the_gradient_of_those_advantages(a
     ready = reward_advantages([batch], [rewards], step_rewards["group_rewards"], config=with_kl(advantage), device=CPU)[
         0
     ].astype(np.float32)
-    got = all_gradients(learner, [batch], step_rewards)
+    got = gradients(learner, [batch], **step_rewards)
     plain = make_learner(config(tiny_dir, advantage_estimator=advantage))
     for name, expected in gradients(
         plain, [replace(batch, advantages=ready, token_rewards=None, response_index=None)]

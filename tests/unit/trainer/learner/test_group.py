@@ -112,38 +112,25 @@ async def test_a_group_is_broken_by_a_call_that_failed_or_a_rank_that_is_silent_
 
 
 async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:
-    batch = EMPTY
     with pytest.raises(LearnerError, match="split for 2 ranks, the group has 1"):
-        await LearnerGroup([HandActor()], timeout_s=1.0).train_step(batch, version=2)
+        await LearnerGroup([HandActor()], timeout_s=1.0).train_step(EMPTY, version=2)
 
 
-async def test_every_rank_gets_its_own_micro_batches_and_the_rewards_of_the_whole_step(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("peaks", "peak"), [((1e12, 3e12), 4e12), ((1e12, None), None), ((None, None), None)])
+async def test_ranks_get_their_own_micro_batches_and_the_rewards_of_all_and_their_results_are_joined(
+    peaks: tuple[float | None, float | None], peak: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.learner.group.ray.put", lambda part: ("stored", part))
+    results = [
+        StepResult(step=3, metrics={}, seconds={"step": seconds}, model_flops=flops, peak_flops=of_rank)
+        for seconds, flops, of_rank in zip((1.0, 2.0), (2.0, 5.0), peaks, strict=True)
+    ]
+    actors = [HandActor(train_step=result) for result in results]
     batch = replace(EMPTY, num_loss_tokens=5, group_rewards=())
-    seconds = ({"step": 1.0}, {"step": 2.0})
-    actors = [HandActor(train_step=StepResult(step=3, metrics={}, seconds=own)) for own in seconds]
     result = await LearnerGroup(actors, timeout_s=1.0).train_step(batch, version=2)
     assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, 2, (), 5))]] * 2
     assert result.seconds == {"step": 2.0}, "of the slowest rank"
-
-
-@pytest.mark.parametrize(
-    ("peaks", "expected"), [((1e12, 3e12), (7.0, 4e12)), ((1e12, None), (7.0, None)), ((None, None), (7.0, None))]
-)
-async def test_operations_of_all_ranks_add_up_and_are_known_only_if_each_is(
-    peaks: tuple[float | None, float | None], expected: tuple[float, float | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.learner.group.ray.put", lambda part: part)
-    results = [
-        StepResult(step=3, metrics={}, seconds={"step": 1.0}, model_flops=flops, peak_flops=peak)
-        for flops, peak in zip((2.0, 5.0), peaks, strict=True)
-    ]
-    group = LearnerGroup([HandActor(train_step=result) for result in results], timeout_s=1.0)
-    batch = EMPTY
-    result = await group.train_step(batch, version=2)
-    assert (result.model_flops, result.peak_flops) == expected
+    assert (result.model_flops, result.peak_flops) == (7.0, peak), "sums, known only if each is"
 
 
 def test_our_own_warnings_are_kept_while_the_block_runs_and_those_of_others_are_not() -> None:

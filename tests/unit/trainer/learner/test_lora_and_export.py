@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from tests.fakes.own_tokenizer import CODE_FILE, VOCABULARY_FILE, save_own_token
 from trainer.config.schema import LoraConfig
 from trainer.errors import ModelError
 from trainer.learner.checkpoint import begin
-from trainer.learner.lora import AdapterSource, adapters_of, is_adapter
+from trainer.learner.lora import PublishedShards, adapters_of, is_adapter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,15 +80,7 @@ def test_gradients_follow_the_chain_rule_on_the_merged_model(tiny_dir: Path, tmp
     train(learner, 0)  # else B is zero and so is dL/dA
     learner.export_hf(tmp_path / "merged")
     of_merged = gradients(make_learner(run_config(tmp_path / "merged")), [batch])
-    got: dict[str, torch.Tensor] = {}
-    optimizer = learner._optimizers[""]
-
-    def capture(**_: float) -> None:
-        named = learner.model.named_parameters()
-        got.update({n: p.grad.full_tensor().clone() for n, p in named if p.grad is not None})
-
-    optimizer.step = capture  # type: ignore[method-assign]
-    learner.train_step([batch], step=1)
+    got = gradients(learner, [batch], step=1)
     assert got.keys() == {name for name in weights(learner) if is_adapter(name)}
     scaling = ALPHA / RANK
     for adapter in adapters_of(learner.model):
@@ -134,7 +127,7 @@ def test_a_checkpoint_holds_adapters_only_and_training_goes_on_from_it(tiny_dir:
 @pytest.mark.parametrize("alpha", [ALPHA, float(RANK)], ids=["scaled", "unscaled"])
 def test_published_b_holds_the_scaling_of_the_current_weights(tiny_dir: Path, alpha: float) -> None:
     learner = make_learner(lora_config(tiny_dir, alpha=alpha))
-    source = AdapterSource(learner.model, rollout_dtype="bfloat16")
+    source = PublishedShards(learner.model, rollout_dtype="bfloat16")
     addresses = {name: tensor.data_ptr() for name, tensor in source.tensors.items()}
     for step in range(2):
         train(learner, step)
@@ -212,25 +205,20 @@ def test_a_tokenizer_with_code_and_files_of_its_own_opens_from_the_export(
     }  # fmt: skip
 
 
-def test_a_tokenizer_that_does_not_open_is_told_and_costs_no_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_tokenizer_that_does_not_open_or_cannot_be_had_is_told_and_costs_no_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     source = save_own_tokenizer(save_tiny(tmp_path / "source"))
     (source / VOCABULARY_FILE).rename(source / "letters.bin")
     cfg = run_config(source)
-    make_learner(replace(cfg, model=replace(cfg.model, trust_remote_code=True))).export_hf(tmp_path / "export")
-    assert "the tokenizer of the exported model does not open" in caplog.text
-    assert f"copy what is missing from {source}" in caplog.text
-    assert (tmp_path / "export" / "model.safetensors").is_file()
-
-
-def test_a_tokenizer_that_cannot_be_had_is_told_and_costs_no_weights(
-    tmp_path: Path, tiny_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    cfg = run_config(tiny_dir)
-    cfg = replace(cfg, model=replace(cfg.model, tokenizer_path="tandem-tests/no-such-tokenizer"))
-    make_learner(cfg).export_hf(tmp_path / "export")
-    assert "model.tokenizer_path 'tandem-tests/no-such-tokenizer' cannot be downloaded" in caplog.text
-    assert "the exported model has none" in caplog.text
-    assert (tmp_path / "export" / "model.safetensors").is_file()
+    for given, words in (
+        ({"trust_remote_code": True}, f"exported model does not open.* copy what is missing from {source}"),
+        (
+            {"tokenizer_path": "own/none"},
+            "tokenizer_path 'own/none' cannot be downloaded.* exported model has none",
+        ),
+    ):
+        make_learner(replace(cfg, model=replace(cfg.model, **given))).export_hf(tmp_path / "export")
+        assert re.search(words, caplog.text, re.DOTALL)
+        assert (tmp_path / "export" / "model.safetensors").is_file()

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import (
+    assert_gradients,
     gradients,
     logprobs,
     make_learner,
@@ -133,18 +134,6 @@ def _corrected(cfg: RunConfig, **correction: Any) -> RunConfig:
     return replace(cfg, algorithm=replace(cfg.algorithm, correction=CorrectionConfig(**correction)))
 
 
-def _close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    for name, tensor in expected.items():
-        scale = tensor.abs().max()
-        torch.testing.assert_close(got[name] / scale, tensor / scale, rtol=1e-5, atol=1e-5)
-
-
-def _sampled_by_the_learner(tiny_dir: Path, num: int = 8) -> list[MicroBatch]:
-    """Sequences whose engine had the learner's weights and kernels."""
-    learner, parts = make_learner(run_config(tiny_dir)), sequences(num)
-    return [replace(p, behavior_logprobs=logprobs(learner, p)) for p in parts]
-
-
 def test_the_proximal_policy_is_the_one_that_the_step_starts_with(tiny_dir: Path) -> None:
     cfg, parts = run_config(tiny_dir, lr=1e-2), sequences(4)
     learner = make_learner(_corrected(cfg, objective="decoupled"))
@@ -162,13 +151,15 @@ def test_the_proximal_policy_is_the_one_that_the_step_starts_with(tiny_dir: Path
 
 
 def test_a_rejected_answer_counts_as_zero_and_the_denominator_stays(tiny_dir: Path) -> None:
-    parts = _sampled_by_the_learner(tiny_dir)
+    plain = make_learner(run_config(tiny_dir))
+    parts = [replace(part, behavior_logprobs=logprobs(plain, part)) for part in sequences(8)]
     shifted = parts[2].behavior_logprobs - np.float32(3) * parts[2].loss_mask
     parts[2] = replace(parts[2], behavior_logprobs=shifted)
     rejecting = _corrected(run_config(tiny_dir), reject=RejectConfig(upper=2.0))
     got = gradients(make_learner(rejecting), [pack(parts)])
     # The weights of the others are still shares of all tokens, the rejected ones included.
-    _close(got, gradients(make_learner(run_config(tiny_dir)), [pack([p for i, p in enumerate(parts) if i != 2])]))
+    kept = [pack([part for i, part in enumerate(parts) if i != 2])]
+    assert_gradients(got, gradients(plain, kept), tolerance=1e-5)
 
 
 def test_metrics_of_a_correction_stand_only_where_it_is_active(tiny_dir: Path) -> None:
@@ -249,9 +240,7 @@ def test_gradients_equal_a_plain_model_for_every_split(keys: dict[str, Any], tin
     empty = replace(empty, cov_selected=np.zeros_like(empty.loss_mask))
     for split in ([parts], [parts[5:], parts[:5]], [[p] for p in parts]):
         got = gradients(learner, [*(packed(s) for s in split), empty])
-        for name, value in expected.items():
-            scale = value.abs().max()
-            torch.testing.assert_close(got[name] / scale, value / scale, rtol=1e-4, atol=1e-5)
+        assert_gradients(got, expected, tolerance=5e-5)
 
 
 def limited(*, limit: int, prompt: int, response: int, loss: str = "ppo_clip") -> RunConfig:

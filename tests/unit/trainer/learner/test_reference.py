@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.fakes.learner import (
     TINY,
     VOCAB,
+    assert_gradients,
     gradients,
     logprobs,
     make_learner,
@@ -24,9 +25,9 @@ from tests.fakes.learner import (
     save_tiny,
     sequences,
     weights,
+    with_lora,
 )
 from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, MaskConfig
-from trainer.config.schema import LoraConfig
 from trainer.data.batch import MicroBatch
 from trainer.errors import ModelError, TrainingDiverged
 from trainer.learner.checkpoint import begin
@@ -40,14 +41,13 @@ if TYPE_CHECKING:
     from trainer.learner.policy import PolicyTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+TEMPERATURE = 0.8
+PADDING = 7
+"""Rows that the teacher has beyond the policy's."""
 
 
 def with_kl(cfg: RunConfig, coef: float = 0.7, **kl: Any) -> RunConfig:
     return replace(cfg, algorithm=AlgorithmConfig(kl=KlConfig(coef=coef, **kl)))
-
-
-def with_lora(cfg: RunConfig) -> RunConfig:
-    return replace(cfg, model=replace(cfg.model, lora=LoraConfig(rank=8, alpha=20.0, target_modules="q_proj+up_proj")))
 
 
 def train(learner: PolicyTrainer, num_steps: int, *, first: int = 0) -> None:
@@ -55,11 +55,19 @@ def train(learner: PolicyTrainer, num_steps: int, *, first: int = 0) -> None:
         learner.train_step([pack(sequences(4, seed=step))], step=step)
 
 
+def plain_logprobs(model: torch.nn.Module, token_ids: np.ndarray) -> torch.Tensor:
+    """[T, VOCAB], of the next token, among those that the policy has."""
+    ids = torch.from_numpy(token_ids.astype(np.int64))
+    return torch.log_softmax(model(ids[None]).logits[0, :, :VOCAB] / TEMPERATURE, -1)
+
+
 def chosen_logprobs(model: torch.nn.Module, part: MicroBatch) -> torch.Tensor:
-    ids = torch.from_numpy(part.token_ids.astype(np.int64))
-    logp_TV = torch.log_softmax(model(ids[None]).logits[0] / 0.8, -1)
-    positions = torch.from_numpy(np.flatnonzero(part.loss_mask))
-    return logp_TV[positions - 1, ids[positions]]
+    positions = np.flatnonzero(part.loss_mask)
+    return plain_logprobs(model, part.token_ids)[positions - 1, part.token_ids[positions]]
+
+
+def load(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
 
 
 def test_the_reference_of_adapters_is_the_initial_policy_whatever_the_steps_and_resumes(
@@ -126,7 +134,7 @@ def test_the_gradient_is_that_of_a_plain_model_with_the_penalty(estimator: Any, 
     without = make_learner(base)
     without.model.load_state_dict(learner.model.state_dict())
     got, plain = gradients(learner, [pack(parts)]), gradients(without, [pack(parts)])
-    initial, current = (AutoModelForCausalLM.from_pretrained(tiny_dir, attn_implementation="eager") for _ in range(2))
+    initial, current = load(tiny_dir), load(tiny_dir)
     current.load_state_dict(weights(learner), strict=False)
     penalty, value = torch.zeros(()), 0.0
     for part in parts:
@@ -137,10 +145,8 @@ def test_the_gradient_is_that_of_a_plain_model_with_the_penalty(estimator: Any, 
         penalty = penalty + 0.7 * (weight * slope * logp).sum()
         value += float((weight * (torch.exp(-difference) - 1 + difference)).sum())
     penalty.backward()
-    for name, param in current.named_parameters():
-        assert param.grad is not None
-        scale = param.grad.abs().max()
-        torch.testing.assert_close((got[name] - plain[name]) / scale, param.grad / scale, rtol=1e-3, atol=1e-3)
+    of_penalty = {name: gradient - plain[name] for name, gradient in got.items()}
+    assert_gradients(of_penalty, {name: param.grad for name, param in current.named_parameters()}, tolerance=1e-3)
     metric = learner.train_step([pack(parts)], step=2).metrics["kl_reference"]
     assert metric.mean == pytest.approx(value, rel=1e-3), "weights are those of a token mean here"
 
@@ -156,11 +162,6 @@ def test_masked_tokens_carry_no_penalty(tiny_dir: Path) -> None:
     assert all(gradient.any() for gradient in gradients(moved, [batch]).values())
     assert all(not gradient.any() for gradient in gradients(learner, [batch]).values())
     assert learner.train_step([batch], step=3).metrics["kl_reference"].mean > 1e-4, "there is something to penalise"
-
-
-TEMPERATURE = 0.8
-PADDING = 7
-"""Rows that the teacher has beyond the policy's."""
 
 
 def save_teacher(directory: Path, *, vocab_size: int = VOCAB + PADDING) -> Path:
@@ -195,16 +196,6 @@ def taught(model_dir: Path, teacher_dir: Path, *, lr: float = 1e-3, **algorithm:
     return replace(base, algorithm=AlgorithmConfig(**keys, kl=KlConfig(**kl)))
 
 
-def plain_logprobs(model: torch.nn.Module, token_ids: np.ndarray) -> torch.Tensor:
-    """[T, VOCAB], of the next token, among those that the policy has."""
-    ids = torch.from_numpy(token_ids.astype(np.int64))
-    return torch.log_softmax(model(ids[None]).logits[0, :, :VOCAB] / TEMPERATURE, -1)
-
-
-def load(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
-
-
 def every_next_token(prompt: np.ndarray, logprobs_V: np.ndarray) -> list[MicroBatch]:
     """One answer of one token for each token there is, weighted by how often the policy samples it: a sum over them is
     a mean over what it samples, without noise."""
@@ -232,18 +223,13 @@ def test_the_gradient_is_that_of_the_reverse_kl(tiny_dir: Path, teacher_dir: Pat
     ours_V, theirs_V = plain_logprobs(student, prompt)[-1], plain_logprobs(teacher, prompt)[-1].detach()
     (ours_V.exp() * (ours_V - theirs_V)).sum().backward()
     got = gradients(learner, [pack(every_next_token(prompt, ours_V.detach().numpy()))])
-    for name, param in student.named_parameters():
-        assert param.grad is not None
-        scale = param.grad.abs().max()
-        torch.testing.assert_close(got[name] / scale, param.grad / scale, rtol=1e-3, atol=1e-3)
+    assert_gradients(got, {name: param.grad for name, param in student.named_parameters()}, tolerance=1e-3)
 
 
 def test_the_teacher_scores_with_its_own_shape_among_the_policys_tokens(tiny_dir: Path, teacher_dir: Path) -> None:
     batch, teacher = sequences(1, seed=3)[0], load(teacher_dir)
     got = reference_logprobs(make_learner(taught(tiny_dir, teacher_dir)), batch)
-    positions = np.flatnonzero(batch.loss_mask)
-    expected_TV = plain_logprobs(teacher, batch.token_ids).detach().numpy()
-    np.testing.assert_allclose(got[positions], expected_TV[positions - 1, batch.token_ids[positions]], atol=1e-4)
+    np.testing.assert_allclose(got[batch.loss_mask], chosen_logprobs(teacher, batch).detach(), atol=1e-4)
     assert not got[~batch.loss_mask].any()
 
 
@@ -261,8 +247,7 @@ def test_a_token_has_its_own_kl_taken_off_and_no_later_one() -> None:
 def test_adapters_learn_from_a_teacher_of_its_own_weights(tiny_dir: Path, teacher_dir: Path) -> None:
     """With LoRA, too, the teacher is a model beside the policy, and has no adapters."""
     cfg = taught(tiny_dir, teacher_dir)
-    lora = replace(cfg.model, lora=LoraConfig(rank=8, alpha=20.0, target_modules="q_proj+up_proj"))
-    learner, whole = make_learner(replace(cfg, model=lora)), make_learner(cfg)
+    learner, whole = make_learner(with_lora(cfg)), make_learner(cfg)
     batch = pack(sequences(4))
     np.testing.assert_array_equal(reference_logprobs(learner, batch), reference_logprobs(whole, batch))
     for step in range(2):
