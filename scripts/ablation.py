@@ -102,7 +102,8 @@ def main() -> int:
     chosen = [] if args.plot_only else [name for name in args.only.split(",") if name] or list(runs)
     if unknown := [name for name in chosen if name not in runs]:
         parser.error(f"--only: suite {args.suite} has no run {', '.join(unknown)}; there are {', '.join(runs)}")
-    found, results = {"suite": args.suite, "goal": GOAL, "runs": []}, {}
+    found: dict[str, Any] = {"suite": args.suite, "goal": GOAL, "runs": []}
+    suite, results = args.suite, dict[str, dict[str, Any]]()
     if args.out.exists() or args.plot_only:
         try:
             found = json.loads(args.out.read_text())
