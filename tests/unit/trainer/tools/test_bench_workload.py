@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -194,7 +194,8 @@ def test_prompts_have_exactly_the_tokens_and_lengths_they_should(tmp_path: Path,
     assert len(found) == NUM_PROMPTS
     assert {len(prompt.token_ids) for prompt in found} == {work.prompt_tokens}
     assert len({prompt.token_ids[:6].tobytes() for prompt in found}) == NUM_PROMPTS, "two share a prefix"
-    assert [n for prompt in found for n in prompt.metadata[LENGTH_COLUMN]] == work.lengths(NUM_PROMPTS)
+    lengths: list[Any] = [prompt.metadata[LENGTH_COLUMN] for prompt in found]
+    assert [n for each in lengths for n in each] == work.lengths(NUM_PROMPTS)
     assert max(token for prompt in found for token in prompt.token_ids) < work.architecture().vocab
 
 

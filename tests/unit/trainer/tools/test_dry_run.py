@@ -43,7 +43,12 @@ def run_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.chdir(tmp_path)
     KINDS["qwen2"]().save_pretrained(tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")
-    return lambda *args: (main(args), *capsys.readouterr())
+
+    def run(*args: str) -> tuple[int, str, str]:
+        code = main(args)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 def test_a_plan_is_printed_and_nothing_is_started(tmp_path: Path, run_trainer: Trainer) -> None:

@@ -6,7 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -204,8 +204,9 @@ def test_an_output_that_cannot_be_written_is_a_failure_and_leaves_nothing(
 
 def test_buffers_that_no_optimizer_moves_come_from_the_model(tmp_path: Path) -> None:
     """A router's correction bias, which the files of a model hold and checkpoints do not."""
+    tiny: Any = {**TINY, "num_key_value_heads": 4}
     config = DeepseekV3Config(
-        **{**TINY, "num_key_value_heads": 4}, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+        **tiny, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
         first_k_dense_replace=1, moe_intermediate_size=8, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
         qk_nope_head_dim=4, v_head_dim=8,
     )  # fmt: skip
