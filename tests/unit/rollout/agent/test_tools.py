@@ -81,13 +81,6 @@ async def play_on_engine(
     return await run_episode(loop, prompt, max_tokens, generate=generate, timeout_s=10.0)
 
 
-def test_a_tokenizer_that_brings_its_own_code_needs_trust(agent_args: dict[str, Any], tmp_path: Path) -> None:
-    agent_args["tokenizer"] = str(save_own_tokenizer(tmp_path / "own"))
-    with pytest.raises(PluginError, match="contains custom code"):
-        make_loop("rollout.agent.tools.tool_agent", agent_args)
-    make_loop("rollout.agent.tools.tool_agent", {**agent_args, "trust_remote_code": True})
-
-
 async def test_the_tokens_are_those_of_the_whole_conversation_and_only_generated_ones_are_trained(
     tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any]
 ) -> None:
@@ -188,6 +181,7 @@ def leave() -> str:
         (call_of("hidden", a=1, b=2), "3"),
         (f"I call it with <tool_call>, then JSON. {call_of('add', a=1, b=2)}", "3"),
         (call_of("echo", text="<tool_call>"), "<tool_call>"),
+        (call_of("echo", text="a\ud800b"), "a?b"),  # half a surrogate pair, which JSON can spell and no tokenizer takes
         ("<tool_call>3 * 14</tool_call>", "error: the call is not valid JSON"),
         ("the sum, please</tool_call>", "error: the call does not begin with <tool_call>"),
         (call_of("long"), "x" * 50 + "... (10 more characters)"),
@@ -214,18 +208,6 @@ async def test_the_policy_reads_the_result_or_what_was_wrong(text: str, expected
         assert reply[0].startswith(expected) and reply[1] == expected.startswith("error: ")
 
 
-async def test_what_a_tool_returns_can_be_written_as_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    """JSON may hold half a surrogate pair, which no tokenizer takes."""
-
-    async def echo(text: str) -> str:
-        return text
-
-    box = Toolbox({"echo": echo}, timeout_s=60.0, max_result_chars=50)
-    said = await box.reply('<tool_call>{"name": "echo", "arguments": {"text": "a\\ud800b"}}</tool_call>')
-    assert said == ("a?b", False)
-    assert TurnTemplate(tokenizer).tokens([tokenizer.eos_token_id], said[0])
-
-
 async def test_tools_that_block_do_not_wait_for_one_another() -> None:
     """As many as there may be trajectories; the loop's own pool has a few threads, and a wait for one would count."""
     begun, everybody = [0], threading.Event()
@@ -240,26 +222,36 @@ async def test_tools_that_block_do_not_wait_for_one_another() -> None:
     assert set(await asyncio.gather(*(box.reply(call_of("meet")) for _ in range(200)))) == {("met", False)}
 
 
+SILENT = "{% for one in messages %}{{ one.content if one.role != 'tool' }}<|im_end|>{% endfor %}"
+OWN = "own"
+"""A tokenizer that brings its own code."""
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tools": ["tools_of_the_docs.calculater"]}, "did you mean 'calculator'"),
         ({"tools": ["tools_of_the_docs.calculator"] * 2}, "names of their own"),
         ({"tools": ["tools_of_the_docs.re"]}, "must be paths of functions"),
+        ({"chat_template": SILENT}, "does not show what a tool returned"),
+        ({"tokenizer": OWN}, "contains custom code"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(
-    agent_args: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
+    tokenizer: PreTrainedTokenizerFast, agent_args: dict[str, Any], tmp_path: Path, changes: dict[str, Any],
+    message: str,
+) -> None:  # fmt: skip
+    changes = dict(changes)
+    if template := changes.pop("chat_template", None):
+        silent = copy(tokenizer)
+        silent.chat_template = template
+        silent.save_pretrained(tmp_path / "tokenizer")
+    if changes.get("tokenizer") == OWN:
+        changes["tokenizer"] = str(save_own_tokenizer(tmp_path / OWN))
     with pytest.raises(PluginError, match=message):
         make_loop("rollout.agent.tools.tool_agent", agent_args | changes)
-
-
-def test_a_template_without_tools_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    silent = copy(tokenizer)
-    silent.chat_template = "{% for one in messages %}{{ one.content if one.role != 'tool' }}<|im_end|>{% endfor %}"
-    with pytest.raises(ValueError, match="does not show what a tool returned"):
-        TurnTemplate(silent)
+    if "tokenizer" in changes:
+        make_loop("rollout.agent.tools.tool_agent", {**agent_args, **changes, "trust_remote_code": True})
 
 
 async def test_a_template_that_shows_tools_shows_them_and_its_arguments_hold_between_turns(
