@@ -232,8 +232,8 @@ def as_json(record: _Record) -> str:
 def _described(reward: float | None, one: _Response) -> str:
     parts = ", ".join(f"{name} {_number(value)}" for name, value in one.reward_parts.items())
     outcome = f"reward {_number(reward)}" + (f" ({parts})" if parts else "")
-    if one.error:
-        outcome = f"failed: {one.error}"
+    if one.error:  # one that is trained all the same has a reward, see algorithm.on_failure
+        outcome = f"failed: {one.error}" if one.status == "failed" else f"{outcome} in spite of: {one.error}"
     ends = sorted({min(one.versions), max(one.versions)}) if one.versions else ["none"]
     return f"{outcome}, {one.status}, {one.num_generated_tokens} tokens, versions {'-'.join(map(str, ends))}"
 

@@ -204,6 +204,12 @@ def test_answers_of_evaluations_are_shown(run_dir: Path, capsys: Capture) -> Non
     assert main([str(run_dir), "--evaluations", "--failed"]) == 1
 
 
+def test_a_failure_that_is_trained_all_the_same_is_shown_with_its_reward(run_dir: Path, capsys: Capture) -> None:
+    kept = replace(sample(0, 0.5, text="half"), failure="timeout", error="too slow", status="truncated")
+    TrajectoryRecorder(run_dir / "trajectories").write(group(9, [kept], version=3), prompt(9), "ready")
+    assert "reward 0.500 (exact 0.500) in spite of: too slow, truncated" in shown(run_dir, capsys, "--last", "1")
+
+
 def test_the_greedy_response_that_others_are_compared_with_is_shown(run_dir: Path, capsys: Capture) -> None:
     compared = replace(group(9, [sample(0, 1.0)], version=3), baseline=sample(0, 0.75, text="greedy text"))
     TrajectoryRecorder(run_dir / "trajectories").write(compared, prompt(9), "ready")
