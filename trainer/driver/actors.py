@@ -29,6 +29,7 @@ from rollout.worker.worker import WorkerSpec, derive_seed, gather_or_cancel
 from trainer.builtin import tiny_model
 from trainer.builtin.tiny_model import with_model_directory
 from trainer.config.algorithm import traits_of
+from trainer.config.rules import longest_sequence
 from trainer.config.schema import with_model_paths
 from trainer.driver.fleet import Fleet
 from trainer.driver.placement import RESTARTED, ranks_of
@@ -259,7 +260,6 @@ def make_fleet(
 def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) -> EngineSpec:
     """The engine section of the configuration as the engine `name` takes it."""
     rollout = cfg.rollout
-    needed = cfg.task.max_prompt_tokens + rollout.max_response_tokens
     return EngineSpec(
         model=cfg.model.path,
         tokenizer=_tokenizer_path(cfg),
@@ -267,7 +267,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         device=backend.name,
         dtype=cfg.model.rollout_dtype,
         tensor_parallel_size=rollout.tensor_parallel_size,
-        max_model_len=rollout.max_model_len if rollout.max_model_len else needed,
+        max_model_len=rollout.max_model_len if rollout.max_model_len else longest_sequence(cfg),
         max_num_seqs=rollout.max_num_seqs,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         kv_cache_gib=rollout.kv_cache_gib,

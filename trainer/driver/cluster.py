@@ -115,7 +115,8 @@ class Cluster:
         try:
             cluster = cls._start_own(cfg, placement, devices, last_words)
         except Exception as error:
-            if not _was_too_slow(error):
+            # Ray has no setting for how long a daemon may take: 30 s for a node, after which it raises an `Exception`.
+            if not isinstance(error, TimeoutError) and "timed out" not in str(error):
                 raise
             log.warning("Ray did not start in time, as on a host that was suspended; once more: %s", one_line(error))
             cluster = cls._start_own(cfg, placement, devices, last_words)
@@ -267,12 +268,6 @@ def _separate_sessions() -> Iterator[None]:
         services.ConsolePopen = popen
 
 
-def _was_too_slow(error: Exception) -> bool:
-    """Whether one of Ray's daemons was not up within a limit that Ray has no setting for: 30 s for a node, after which
-    it raises a plain `Exception`."""
-    return isinstance(error, TimeoutError) or "timed out" in str(error)
-
-
 # --- nodes of a joined cluster ---
 
 
@@ -306,7 +301,12 @@ def _reserve(cfg: RunConfig, placement: Placement, *, resource: str | None) -> P
         for group in groups:
             remove_placement_group(group)
         raise ConfigurationError([no_room])
-    log.info("nodes: %s", _describe_assignment(chosen, nodes))
+    names = [[name for name, node_id in chosen.items() if node_id == node.node_id] for node in nodes]
+    places = (
+        f"{node.address}{' (driver)' if node.is_driver else ''}: {', '.join(here) or 'none'}"
+        for node, here in zip(nodes, names, strict=True)
+    )
+    log.info("nodes: %s", "; ".join(places))
     if resource is not None:
         _warn_of_idle_devices(chosen, placement, nodes, resource)
     strategies = {
@@ -358,15 +358,6 @@ def _no_room(cfg: RunConfig, late: dict[str, Bundle], nodes: list[Node]) -> Prob
         f"ray.placement_timeout_s={cfg.ray.placement_timeout_s:g} no node had that left, besides what others hold and "
         f"what was reserved for the rest of this run: {describe_nodes(left)}",
         hint="`ray status` shows who holds what; wait for others, or ask for fewer ranks or replicas",
-    )
-
-
-def _describe_assignment(chosen: dict[str, str], nodes: list[Node]) -> str:
-    """Example: `10.0.0.1 (driver): learner_0, rollout_worker_0; 10.0.0.2: replica_0`"""
-    return "; ".join(
-        f"{node.address}{' (driver)' if node.is_driver else ''}: "
-        f"{', '.join(name for name, node_id in chosen.items() if node_id == node.node_id) or 'none'}"
-        for node in nodes
     )
 
 

@@ -131,7 +131,7 @@ def fit_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) -> Ite
     is_stretched = any(_stretches_context(text.get(name)) for name in ("rope_scaling", "rope_parameters"))
     longest = max(longest_sequence(config), config.rollout.max_model_len)
     if isinstance(context, int) and longest > context and not is_stretched:
-        message = f"prompt and answer need {longest} tokens, but the context of {path} has {context}"
+        message = f"prompt and response need {longest} tokens, but the context of {path} has {context}"
         hint = "lower rollout.max_response_tokens, task.max_prompt_tokens or rollout.max_model_len"
         related = ("task.max_prompt_tokens", "rollout.max_model_len", key)
         yield problem(config, "rollout.max_response_tokens", message, hint, *related)

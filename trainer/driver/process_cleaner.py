@@ -68,24 +68,17 @@ class ProcessCleaner:
 
 def processes_of(run_id: str, scratch: Path, *, spare: Container[int]) -> list[psutil.Process]:
     """The processes that belong to this run, except those with the ids `spare`."""
-    inside = f"{scratch}{os.sep}"
-    return [p for p in psutil.process_iter() if p.pid not in spare and (_has_id(p, run_id) or _writes_in(p, inside))]
+    return [p for p in psutil.process_iter() if p.pid not in spare and _belongs(p, run_id, f"{scratch}{os.sep}")]
 
 
-def _has_id(process: psutil.Process, run_id: str) -> bool:
-    try:
-        return process.environ().get(RUN_ID_VAR) == run_id
-    except (psutil.Error, OSError):  # gone meanwhile, or of another user
-        return False
-
-
-def _writes_in(process: psutil.Process, inside: str) -> bool:
-    """A process that only reads a log in the directory is not part of the run."""
-    try:
+def _belongs(process: psutil.Process, run_id: str, inside: str) -> bool:
+    """Whether it has the id, or writes to a file `inside`; one that only reads a log there is not part of the run."""
+    with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or of another user
+        if process.environ().get(RUN_ID_VAR) == run_id:
+            return True
         files: list[Any] = process.open_files()
         return any(file.path.startswith(inside) and file.flags & (os.O_WRONLY | os.O_RDWR) for file in files)
-    except (psutil.Error, OSError):
-        return False
+    return False
 
 
 def main(run_id: str, scratch: Path, last_words: dict[str, Any] | None) -> None:

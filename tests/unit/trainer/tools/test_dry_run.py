@@ -331,7 +331,7 @@ def cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("rollout.tensor_parallel_size=7",), f"must divide the 4 key-value heads of {NAME}, or be a multiple"),
         (
             ("rollout.max_response_tokens=57",),
-            f"prompt and answer need 257 tokens, but the context of {NAME} has 256",
+            f"prompt and response need 257 tokens, but the context of {NAME} has 256",
         ),
         (("rollout.max_model_len=300",), "need 300 tokens"),
     ],
