@@ -253,10 +253,10 @@ def lost_characters(tokenizer: Any, prompts: Sequence[Prompt]) -> Iterator[str]:
     """A warning if prompts have characters that do not come back from their tokens: the policy does not see them. White
     space, case and compatible forms do not count, which tokenizers normalize."""
     sample = prompts[:: -(-len(prompts) // LOSS_SAMPLE)]
-    unknown = tokenizer.unk_token or ""
+    unknown = getattr(tokenizer, "unk_token", None)
     lost, example = Counter[str](), ""
     for prompt in sample:
-        decoded = tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        decoded = tokenizer.decode([int(token) for token in prompt.token_ids], skip_special_tokens=False)
         missing = _plain(prompt.text) - _plain(decoded.replace(unknown, "") if unknown else decoded)
         if missing and not lost:
             example = f"{prompt.text[:60]!r} (prompt {prompt.prompt_id}) is {decoded[:60]!r} to the policy"
