@@ -57,7 +57,7 @@ def job(tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_every_step_reports_its_baselines_and_the_rewards_of_its_turns(job: TrainerProcess) -> None:
-    assert "remax (one more, greedy answer per group)" in job.text
+    assert "remax (an extra greedy response per group)" in job.text
     assert [line["step"] for line in job.lines] == list(range(1, STEPS + 1))
     for line in job.lines:
         check_known(line)

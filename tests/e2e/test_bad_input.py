@@ -158,6 +158,7 @@ def never_over_an_old_run(world: World) -> list[str]:
 def another_data_set(world: World) -> list[str]:
     source = {"epoch": 0, "position": 3, "seed": 0, "shuffle": 1, "num_prompts": 5, "fingerprint": "another"}
     checkpoint.commit(checkpoint.begin(world.cwd / "run" / "checkpoints", 7), {"run": {"step": 7}, "source": source})
+    world.write("run/config.yaml", "task: {train_path: old.jsonl, max_prompt_tokens: 16}\n")
     return ["run_dir=run"]
 
 
@@ -206,23 +207,6 @@ LONG = [{"prompt": "1+1=" * 200, "answer": "2"}, {"prompt": "1+2=", "answer": "3
 
 CASES = [
     plain("unknown key", "learner.lrr=1", words=("learner.lrr = 1", "unknown key", "did you mean learner.lr?")),
-    plain("wrong type", "trainer.total_steps=ten",
-          words=("trainer.total_steps = ten", "expected integer, got the text")),
-    plain("negative staleness", "mode.max_staleness=-1", words=("mode.max_staleness = -1", "must be >= 0")),
-    plain(
-        "group of one with GRPO",
-        "rollout.group_size=1",
-        words=("rollout.group_size = 1", "must be >= 2", "algorithm.advantage_estimator=reinforce"),
-    ),
-    plain("not an override", "learner.lr", words=("learner.lr", "is not an override", "KEY=VALUE")),
-    plain("open bracket", "seed=[1", words=("seed = [1", "cannot be read")),
-    plain("two values", "learner.lr=1,2", words=("learner.lr = 1,2", "one run takes one value")),
-    plain(
-        "unknown --config-name",
-        "--config-name=tinny",
-        words=("--config-name = tinny", "must be one of", "did you mean tiny?"),
-    ),
-    plain("unknown group option", "algorithm=grop", words=("algorithm = grop", "did you mean algorithm=grpo?")),
     plain(
         "missing data set",
         "task.train_path=missing.jsonl",
@@ -274,7 +258,8 @@ CASES = [
     Case("never over an old run", never_over_an_old_run,
          ("checkpoint.resume = never", "already has step_7", "another run_dir")),
     Case("resumed with another data set", another_data_set,
-         ("the prompt order cannot continue", "num_prompts was 5, now", "start a new run")),
+         ("the prompt order cannot continue", "num_prompts was 5, now", "start a new run",
+          "configured otherwise since: task.train_path: old.jsonl -> builtin:arithmetic")),
     Case("port in use", port_in_use, ("learner.port", "Address already in use", "0 for a free one")),
     Case("unsupported vLLM", old_vllm, ("vLLM 0.9.1", "not supported", ">= 0.25.1", "install")),
     Case("torchvision that cannot load", broken_torchvision,

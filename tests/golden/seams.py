@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionCon
 from trainer.config.cli import parse
 from trainer.config.compose import resolve
 from trainer.config.field import type_text
-from trainer.config.plain import dump_yaml, to_plain
+from trainer.config.plain import dump_yaml
 from trainer.config.presets import config_names as names_in
 from trainer.config.presets import groups as groups_in
 from trainer.config.presets import packaged_configs
@@ -113,10 +113,16 @@ class Key:
 
 def config_keys() -> list[Key]:
     return [
-        Key(path=path, kind=type_text(info.hint), default=info.default, bounds=info.bounds)
+        Key(path=path, kind=type_text(info.hint), default=info.default, bounds=_bounds(info.bounds))
         for path, info in all_keys().items()
         if not info.is_section
     ]
+
+
+def _bounds(text: str) -> dict[str, float]:
+    """Of ">= 0 and < 1"."""
+    names = {">=": "ge", ">": "gt", "<=": "le", "<": "lt"}
+    return {names[sign]: float(limit) for sign, limit in map(str.split, text.split(" and ") if text else ())}
 
 
 def config_names() -> Sequence[str]:
@@ -137,7 +143,7 @@ def composed(argv: Sequence[str]) -> dict[str, Any]:
     except ConfigurationError as error:
         return {"exit": 2, "problems": _told(error.problems)}
     if line.overrides:
-        keys, beneath = _flat(to_plain(config)), _preset(line.config_dir, line.config_name)
+        keys, beneath = _flat(asdict(config)), _preset(line.config_dir, line.config_name)
     else:
         keys, beneath = _flat(yaml.safe_load(dump_yaml(config))), {}
     return {
@@ -156,7 +162,7 @@ def _told(problems: Sequence[Any]) -> list[list[str]]:
 @cache
 def _preset(folder: Path | None, name: str) -> dict[str, Any]:
     config, _ = resolve(parse(["--config-name", name, *(() if folder is None else ("--config-dir", str(folder)))]))
-    return _flat(to_plain(config))
+    return _flat(asdict(config))
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
-from trainer.config.field import bounds_text, type_text, value_text
+from trainer.config.field import value_text
 from trainer.config.plain import suggestion
 from trainer.config.presets import config_names, groups, packaged_configs
 from trainer.config.schema import all_keys
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = "tiny"
 
+_LOOP = "write a loop: for value in 1 2 3; do python -m trainer seed=$value run_dir=runs/$value; done"
+_OWN_FOLDER = "a folder with your own YAML files is --config-dir DIR"
 _ADVICE = {
-    **dict.fromkeys(
-        ("-m", "--multirun"),
-        "write a loop: for value in 1 2 3; do python -m trainer seed=$value run_dir=runs/$value; done",
-    ),
-    **dict.fromkeys(("-cp", "--config-path"), "a folder with your own YAML files is --config-dir DIR"),
-    "--resume": "the same command with the same run_dir=PATH goes on; another checkpoint is checkpoint.resume=PATH",
+    "-m": _LOOP,
+    "--multirun": _LOOP,
+    "-cp": _OWN_FOLDER,
+    "--config-path": _OWN_FOLDER,
+    "--resume": "the same command with the same run_dir=PATH resumes; another checkpoint is checkpoint.resume=PATH",
     "--dryrun": "write --dry-run",
 }
 """What is meant by options of other programs."""
@@ -47,9 +48,9 @@ class CommandLine:
     device_memory_gib: float | None = None
     """Of a device that a dry run plans for; None asks this machine."""
     response_tokens: float | None = None
-    """Mean length of the answers that a dry run plans for; None if that is not known."""
+    """Mean length of the responses that a dry run plans for; None if that is not known."""
     nodes: tuple[int, ...] | None = None
-    """Devices of every node that a dry run seats everybody on; None seats nobody."""
+    """Devices of every node that a dry run places all actors on; None places none."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,28 +59,21 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else []
-        hint = next((_ADVICE[word] for word in unknown if word in _ADVICE), "")
-        hint = hint or next((_as_key(word, self.words) for word in unknown if word.startswith("--")), "")
-        raise ConfigurationError(
-            [
-                Problem(
-                    key="command line", value="", message=message, hint=hint if hint else "see python -m trainer --help"
-                )
-            ]
-        )
+        hints = [_ADVICE[word] for word in unknown if word in _ADVICE]
+        hints += [_as_key(word, self.words) for word in unknown if word.startswith("--")]
+        hint = next(filter(None, hints), "see python -m trainer --help")
+        raise ConfigurationError([Problem(key="command line", value="", message=message, hint=hint)])
 
 
 def _as_key(option: str, words: Sequence[str]) -> str:
-    """How the key is set that an option of another program stands for; empty if it is like no key."""
+    """How to set the key that an option of another program stands for; empty if it is like no key."""
     name, equals, value = option.lstrip("-").partition("=")
     if not equals:
-        behind = words[words.index(option) + 1 :] if option in words else ()
-        value = behind[0] if behind and not behind[0].startswith("--") and "=" not in behind[0] else "VALUE"
+        rest = words[words.index(option) + 1 :] if option in words else ()
+        value = rest[0] if rest and not rest[0].startswith("--") and "=" not in rest[0] else "VALUE"
     key = name.replace("-", "_")
-    meant = "" if key in all_keys() else suggestion(key).removeprefix("did you mean ").removesuffix("?")
-    if equals or meant or key in all_keys():
-        return f"keys have no dashes: {meant if meant else key}={value}"
-    return ""
+    meant = key if key in all_keys() else suggestion(key).removeprefix("did you mean ").removesuffix("?")
+    return f"keys have no dashes: {meant if meant else key}={value}" if equals or meant else ""
 
 
 def parse(argv: Sequence[str]) -> CommandLine:
@@ -88,26 +82,18 @@ def parse(argv: Sequence[str]) -> CommandLine:
     parser.words = argv
     parser.add_argument("--config-name", "-cn", default=DEFAULT_CONFIG)
     parser.add_argument("--config-dir", "-cd", type=Path)
-    parser.add_argument("--cfg", "-c", choices=["job"])
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--version", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"], dest="show_config")
+    for action in ("--help", "--version", "--dry-run"):
+        parser.add_argument(action, *(["-h"] if action == "--help" else []), action="store_true")
     parser.add_argument("--device-memory-gib", type=float)
     parser.add_argument("--response-tokens", type=float)
     parser.add_argument("--nodes")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(list(argv))
-    action: Action = "run"
-    if args.help:
-        action = "help"
-    elif args.version:
-        action = "version"
-    elif args.cfg:
-        action = "show_config"
-    elif args.dry_run:
-        action = "dry_run"
+    actions: tuple[Action, ...] = ("help", "version", "show_config", "dry_run")
+    action = next((action for action in actions if getattr(args, action)), "run")
     _check_planned("--device-memory-gib", args.device_memory_gib, "for other devices", action)
-    _check_planned("--response-tokens", args.response_tokens, "for answers of another length", action)
+    _check_planned("--response-tokens", args.response_tokens, "for responses of another length", action)
     return CommandLine(
         action=action,
         config_name=str(args.config_name).removesuffix(".yaml"),
@@ -122,8 +108,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
 def _check_planned(option: str, given: float | None, what: str, action: Action) -> None:
     if given is None or (action == "dry_run" and 0 < given < math.inf):
         return
-    allowed = "must be > 0" if action == "dry_run" else f"plans {what}; only --dry-run plans"
-    raise ConfigurationError([Problem(key=option, value=f"{given:g}", message=allowed)])
+    message = "must be > 0" if action == "dry_run" else f"plans {what}; only --dry-run plans"
+    raise ConfigurationError([Problem(key=option, value=f"{given:g}", message=message)])
 
 
 def _nodes(given: str | None, action: Action) -> tuple[int, ...] | None:
@@ -132,35 +118,19 @@ def _nodes(given: str | None, action: Action) -> tuple[int, ...] | None:
     counts = given.split(",")
     if action == "dry_run" and all(re.fullmatch(r"[0-9]+", count) for count in counts) and any(map(int, counts)):
         return tuple(map(int, counts))
+    message, hint = "plans for other nodes; only --dry-run plans", "a run asks Ray for its nodes: ray.address"
     if action == "dry_run":
-        allowed = "must be integers with commas between them, not all 0"
-        hint = "say how many devices each node has, the driver's node first: --nodes 8,8,8, or 0,8,8 if that has none"
-    else:
-        allowed, hint = "plans for other nodes; only --dry-run plans", "a run asks Ray for its nodes: ray.address"
-    raise ConfigurationError([Problem(key="--nodes", value=given, message=allowed, hint=hint)])
+        message = "must be integers with commas between them, not all 0"
+        hint = "list the devices of each node, the driver's node first: --nodes 8,8,8, or 0,8,8 if that has none"
+    raise ConfigurationError([Problem(key="--nodes", value=given, message=message, hint=hint)])
 
 
 _MOST_USED = (
-    "run_dir",
-    "seed",
-    "model.path",
-    "task.train_path",
-    "task.eval_path",
-    "task.reward.name",
-    "mode.max_staleness",
-    "rollout.group_size",
-    "rollout.max_response_tokens",
-    "rollout.num_replicas",
-    "rollout.tensor_parallel_size",
-    "learner.num_ranks",
-    "learner.lr",
-    "weight_sync.transport",
-    "trainer.total_steps",
-    "trainer.groups_per_step",
-    "trainer.eval_every",
-    "checkpoint.every_steps",
-    "checkpoint.resume",
-)
+    "run_dir", "seed", "model.path", "task.train_path", "task.eval_path", "task.reward.name", "mode.max_staleness",
+    "rollout.group_size", "rollout.max_response_tokens", "rollout.num_replicas", "rollout.tensor_parallel_size",
+    "learner.num_ranks", "learner.lr", "weight_sync.transport", "trainer.total_steps", "trainer.groups_per_step",
+    "trainer.eval_every", "checkpoint.every_steps", "checkpoint.resume",
+)  # fmt: skip
 
 _TEXT = """\
 Tandem trains a language model with reinforcement learning: learners (FSDP2) and engines (vLLM) run at the same time.
@@ -176,15 +146,15 @@ Options:
   --cfg job            print the resolved configuration and stop
   --dry-run            print placement, memory per device and traffic, refuse what cannot fit, start nothing
   --device-memory-gib N  with --dry-run: plan for devices of N GiB; devices and vLLM of this machine are not looked at
-  --response-tokens N  with --dry-run: mean length of the answers, for the expected bottleneck
-  --nodes N,N,...      with --dry-run: devices of each node, the driver's first; print who sits where
+  --response-tokens N  with --dry-run: mean length of the responses, for the expected bottleneck
+  --nodes N,N,...      with --dry-run: devices of each node, the driver's first; print which node has which actors
   --help               print this text and stop
   --version            print the version and stop
 
-Groups (GROUP=OPTION; keys that the file of --config-name writes down itself win over the group):
+Groups (GROUP=OPTION; keys in the file of --config-name itself win over the group):
 {groups}
 
-Most used keys (KEY=VALUE), with the default that holds where the configuration says nothing else:
+Most used keys (KEY=VALUE), with the default that holds where the configuration sets nothing else:
 {keys}
 All keys: docs/configuration.md. Keys of an open section are added with a plus: +rollout.engine_args.NAME=VALUE
 
@@ -198,10 +168,10 @@ Examples:
 
 Exit codes:
   0  done
-  1  failed; the first cause is the last thing on the screen
+  1  failed; the first cause is the last line on the screen
   2  the configuration, the model or the data cannot be used
   130  interrupted; saved, if training had begun and it was interrupted once
-  141  nobody reads what is shown (--help | head)
+  141  the output is closed (--help | head)
 """
 
 
@@ -219,7 +189,5 @@ def help_text() -> str:
 
 def _key_text(path: str) -> str:
     info = all_keys()[path]
-    limits = bounds_text(info.bounds)
-    kind = f"{type_text(info.hint)} {limits}" if limits else type_text(info.hint)
     doc = textwrap.fill(info.doc, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return f"  {path}={value_text(info.default)}   ({kind})\n{doc}"
+    return f"  {path}={value_text(info.default)}   ({info.kind})\n{doc}"

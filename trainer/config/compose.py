@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -25,14 +25,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.cli import CommandLine, parse
 from trainer.config.inactive import inactive_keys, reset_inactive
-from trainer.config.plain import close_word, is_stored, suggestion, to_plain, to_run_config, with_current_names
+from trainer.config.plain import close_word, is_stored, suggestion, to_run_config, with_current_names
 from trainer.config.presets import PACKAGE, config_names, groups, search_folders
 from trainer.config.rules import check_combinations
-from trainer.config.schema import OTHER_WORDS, RunConfig, all_keys, find_key
+from trainer.config.schema import OTHER_WORDS, RunConfig, all_keys, find_key, with_value
 from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from importlib.resources.abc import Traversable
 
     Check = Callable[[RunConfig], Iterable[Problem]]
@@ -44,8 +44,8 @@ _LINE_ESCAPE = re.compile(r"(?<!\\)\\[nrt](?![a-z])")
 _CANNOT = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 COMPILE_IS_OFF = (
-    "learner.compile is off: on a CPU it takes minutes; learner.compile=true on the command line, or in a YAML file of "
-    "your own, turns it on\n"
+    "learner.compile is off because it takes minutes on a CPU; learner.compile=true on the command line, or in your "
+    "own YAML file, turns it on\n"
 )
 
 
@@ -77,23 +77,21 @@ def resolve(
 
     Args:
         check: finds further problems, to be reported with the others: those of files, for one.
-        note: is told, in whole lines, which keys of the files nothing reads here and are back at their defaults.
+        note: called with whole lines about keys that were reset to their defaults, and where defaults come from.
 
-    Raises `ConfigurationError` if there is no configuration to speak of: a key, a type or an override is wrong.
+    Raises `ConfigurationError` if there is no configuration: a key, a type or an override is wrong.
     """
-    data, beneath, problems = _compose(line)
+    data, files, problems = _compose(line)
     config, misfits = to_run_config(data)
     if line.nodes is not None and config.ray.address == "local":
-        # Given nodes are a cluster that is joined: what this host has does not matter.
-        config = replace(config, ray=replace(config.ray, address="auto"))
-    config, reset, unread = reset_inactive(
-        config, asked_for=_asked_for(line, config), written=_written(line, config, beneath)
-    )
+        # Given nodes are a cluster that is joined: the devices of this host do not matter.
+        config = with_value(config, "ray.address", "auto")
+    config, notes, unread = reset_inactive(config, chosen=_chosen(line, config), written=_written(line, config, files))
     is_compile_off = config.device.name == "cpu" and compiles_unasked(line, config)
     if is_compile_off:
-        config = replace(config, learner=replace(config.learner, compile=False))
-    refused = {p.key for p in [*problems, *misfits]}
-    # A refused key stands at its default now: what follows from that default alone is not the user's problem.
+        config = with_value(config, "learner.compile", value=False)
+    refused = {problem.key for problem in [*problems, *misfits]}
+    # A refused key has its default now: what follows from that default alone is not the user's problem.
     consequences = [
         problem
         for problem in [*unread, *check_combinations(config), *check(config)]
@@ -101,12 +99,13 @@ def resolve(
     ]
     if problems or misfits:
         raise ConfigurationError([*problems, *misfits, *consequences])
-    if note is not None and (told := ("" if consequences else reset) + (COMPILE_IS_OFF if is_compile_off else "")):
-        note(told)
+    notes = _missing_defaults(line) + ("" if consequences else notes) + (COMPILE_IS_OFF if is_compile_off else "")
+    if note is not None and notes:
+        note(notes)
     return config, consequences
 
 
-# What the command line, the named file and the other files say
+# What the command line, the named file and the other files set
 
 
 def _overrides(line: CommandLine) -> list[_Override]:
@@ -115,7 +114,7 @@ def _overrides(line: CommandLine) -> list[_Override]:
     return [_Override(text, one["prefix"] or "", one["key"], one["value"]) for text, one in found if one is not None]
 
 
-def _asked_for(line: CommandLine, config: RunConfig) -> set[str]:
+def _chosen(line: CommandLine, config: RunConfig) -> set[str]:
     """Keys and sections that are the user's own choice although nothing reads them: those that the command line sets,
     and those that the file of `--config-name` sets where nothing reads them without the command line either."""
     inactive = inactive_keys(config)
@@ -125,23 +124,17 @@ def _asked_for(line: CommandLine, config: RunConfig) -> set[str]:
     named = {_declared(one.key) for one in _overrides(line)} - {*groups(folders)}
     of_file = set(map(_declared, _leaves(_raw_file(line.config_name, folders))))
     if of_file & inactive:
-        of_file &= _inactive_in_file(line)
+        with contextlib.suppress(ConfigurationError):  # without the command line there may be no configuration
+            data, _, _ = _compose(replace(line, overrides=()))
+            of_file &= inactive_keys(to_run_config(data)[0])
     return named | of_file
-
-
-def _inactive_in_file(line: CommandLine) -> set[str]:
-    try:
-        data, _, _ = _compose(replace(line, overrides=()))
-    except ConfigurationError:  # without the command line there may be no configuration
-        return set(all_keys())
-    return inactive_keys(to_run_config(data)[0])
 
 
 def _declared(path: str) -> str:
     """The key that the schema declares: the map, where `path` is an entry of one."""
     parts = path.split(".")
-    above = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return next((key for key in above if (info := all_keys().get(key)) is not None and info.is_mapping), path)
+    prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((key for key in prefixes if (info := all_keys().get(key)) is not None and info.is_mapping), path)
 
 
 def _leaves(data: Mapping[object, object], prefix: str = "") -> Iterator[str]:
@@ -154,16 +147,13 @@ def _leaves(data: Mapping[object, object], prefix: str = "") -> Iterator[str]:
             yield path
 
 
-def _written(line: CommandLine, config: RunConfig, beneath: DictConfig) -> set[str]:
-    """Keys that the command line sets, so that nobody but the user asks for them.
-
-    Not among them are a default that takes back what a YAML file says, and one that turns something off (0, false,
-    null, empty): where nothing reads the key, it is off.
-    """
+def _written(line: CommandLine, config: RunConfig, files: DictConfig) -> set[str]:
+    """Keys that only the command line asks for. Not among them are a default that takes back what a YAML file sets, and
+    one that turns something off (0, false, null, empty): where nothing reads the key, it is off."""
 
     def is_wish(key: str) -> bool:
         default = all_keys()[key].default
-        below = OmegaConf.select(beneath, key, default=default, throw_on_resolution_failure=False)
+        below = OmegaConf.select(files, key, default=default, throw_on_resolution_failure=False)
         return attrgetter(key)(config) != default or (bool(default) and below == default)
 
     known = {one.key for one in _overrides(line) if one.key in all_keys() and not all_keys()[one.key].is_section}
@@ -171,27 +161,34 @@ def _written(line: CommandLine, config: RunConfig, beneath: DictConfig) -> set[s
 
 
 def compiles_unasked(line: CommandLine, config: RunConfig) -> bool:
-    """Whether `learner.compile` is on by a configuration of Tandem alone: on a CPU that does not count."""
+    """Whether only a configuration of Tandem turns `learner.compile` on: on a CPU that does not count."""
     if not config.learner.compile or any(one.key == "learner.compile" for one in _overrides(line)):
         return False
     return line.config_dir is None or not _sets_compile(line.config_name, line.config_dir)
 
 
 def _sets_compile(name: str, folder: Path) -> bool:
-    """Whether the file of that name in the user's `folder` says so, or one there that its defaults list builds on."""
+    """Whether the file of that name in the user's `folder` does, or one there that its defaults list builds on."""
     if not (folder / f"{name}.yaml").is_file():
         return False
     data = _raw_file(name, [folder])
-    learner, defaults = data.get("learner"), data.get("defaults")
-    if isinstance(learner, dict) and "compile" in learner:
+    if "learner.compile" in _leaves(data):
         return True
+    defaults = data.get("defaults")
     entries = cast("list[object]", defaults) if isinstance(defaults, list) else []
-    bases = [entry.lstrip("/") for entry in entries if isinstance(entry, str) and entry != "_self_"]
-    return any(_sets_compile(base, folder) for base in bases)
+    return any(_sets_compile(entry.lstrip("/"), folder) for entry in entries if isinstance(entry, str))
+
+
+def _missing_defaults(line: CommandLine) -> str:
+    """A note on a file that builds on nothing, unless it is the config.yaml of a run."""
+    data = _raw_file(line.config_name, search_folders(line.config_dir))
+    if data.get("defaults") or is_stored(data):
+        return ""
+    return f"{line.config_name}.yaml has no defaults: every other key has the schema's default\n"
 
 
 def _raw_file(name: str, folders: Sequence[Traversable]) -> dict[object, object]:
-    """What the file of a configuration itself says; empty where it cannot be read, and Hydra says why."""
+    """What the file of a configuration itself contains; empty where it cannot be read, and Hydra reports why."""
     file = next(entry for folder in folders if (entry := folder / f"{name}.yaml").is_file())
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -217,20 +214,20 @@ def _compose(line: CommandLine) -> tuple[Mapping[str, object], DictConfig, list[
     try:
         with _hydra(line.config_dir) as extra:
             selected = [one.text for one in usable if one.key in options]
-            beneath = compose(config_name=line.config_name, overrides=[*selected, *extra])
+            files = compose(config_name=line.config_name, overrides=[*selected, *extra])
         if is_stored(_raw_file(line.config_name, folders)):
-            stored = cast("dict[str, object]", OmegaConf.to_container(beneath))
-            beneath = OmegaConf.create(with_current_names(stored))
-        composed = beneath.copy()
+            stored = cast("dict[str, object]", OmegaConf.to_container(files))
+            files = OmegaConf.create(with_current_names(stored))
+        composed = files.copy()
         for one in usable:
             if one.key not in options:
                 _apply(one, composed)
         # Defaults below, so that `${learner.lr}` resolves whether or not a YAML file mentions it.
-        merged = OmegaConf.merge(OmegaConf.create(to_plain(RunConfig())), composed)
+        merged = OmegaConf.merge(OmegaConf.create(asdict(RunConfig())), composed)
         data = OmegaConf.to_container(merged, resolve=True)
     except _CANNOT as error:
         raise ConfigurationError([*problems, _hydra_problem(line, error)]) from error
-    return cast("Mapping[str, object]", data), beneath, problems
+    return cast("Mapping[str, object]", data), files, problems
 
 
 @contextlib.contextmanager
@@ -265,25 +262,21 @@ def _apply(override: _Override, config: DictConfig) -> None:
 
 def _parsed(override: _Override) -> Any:
     """By Hydra's grammar. Text is quoted, so that paths with brackets or commas need no second layer of quotes."""
-    _, prefix, key, value = override
+    text, prefix, key, value = override
     if prefix != "~" and value is not None:
         text = f"++{key}={_quoted(value) if _takes_text(key) else value}"
-    else:
-        text = override.text
     return OverridesParser.create().parse_override(text)
 
 
 def _takes_text(key: str) -> bool:
     info = find_key(key)
-    if info is not None:
-        return info.is_text
     parent = all_keys().get(key.rpartition(".")[0])
-    return parent is not None and parent.hint == dict[str, str]
+    return info.is_text if info is not None else parent is not None and parent.hint == dict[str, str]
 
 
 def _quoted(value: str) -> str:
     if value.lower() == "null":
-        return value  # refused later: whoever writes it wants no text, and not a text of four letters
+        return value  # refused later: no value is meant, and not a text of four letters
     if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
         return value
     # In Hydra's grammar a backslash is special only before a quote.
@@ -295,48 +288,47 @@ def _quoted(value: str) -> str:
 
 
 def _override_problem(
-    text: str, line: CommandLine, folders: Sequence[Traversable], options: Mapping[str, Collection[str]]
+    text: str, line: CommandLine, folders: Sequence[Traversable], options: Mapping[str, Sequence[str]]
 ) -> Problem | None:
     match = _OVERRIDE.fullmatch(text)
     if match is None or (match["value"] is None and match["prefix"] != "~"):
+        is_name = re.fullmatch(r"[A-Za-z]\w*", text) and text not in all_keys()
+        hint = f"did you mean --config-name {text}?" if is_name else "see --help"
         message = "is not an override; write KEY=VALUE, without spaces around ="
-        hint = "see --help"
-        if re.fullmatch(r"[A-Za-z]\w*", text) and text not in all_keys():
-            hint = f"did you mean --config-name {text}?"
         return Problem(key=text, value="", message=message, hint=hint)
     override = _Override(text, match["prefix"] or "", match["key"], match["value"])
     key, value = override.key, override.value or ""
     if re.match(r"hydra\b", key):
-        do = "where a run writes is run_dir=PATH; for several runs write a loop"
-        return Problem(key=key, value=value, message="is for Hydra's own launcher, which is not used", hint=do)
+        message, hint = "is for Hydra's own launcher, which is not used", "run_dir=PATH is where a run writes"
+        return Problem(key=key, value=value, message=message, hint=f"{hint}; for several runs write a loop")
     if key in _TEXTS_WITH_LINES and (escape := _LINE_ESCAPE.search(value)):
-        message = f"holds a backslash and the letter {escape[0][1]}, which stay as they are on a command line"
-        do = "for the character itself write $'KEY=...' in bash; a YAML file tells one from the other"
-        return Problem(key=key, value=value, message=message, hint=do)
+        message = f"contains a backslash and the letter {escape[0][1]}, which a command line keeps as they are"
+        hint = "for the character itself write $'KEY=...' in bash; a YAML file distinguishes the two"
+        return Problem(key=key, value=value, message=message, hint=hint)
     if key in options and override.value is not None:
         return _option_problem(override, line, folders, options[key])
     return _value_problem(override)
 
 
 def _option_problem(
-    override: _Override, line: CommandLine, folders: Sequence[Traversable], options: Collection[str]
+    override: _Override, line: CommandLine, folders: Sequence[Traversable], options: Sequence[str]
 ) -> Problem | None:
     group, value = override.key, override.value or ""
     section = "algorithm" if group == "correction" else group
     data = _raw_file(line.config_name, folders)
-    # A file without a defaults list, such as the config.yaml of a run, holds whole sections. An option laid over one
+    # A file without a defaults list, such as the config.yaml of a run, contains whole sections. An option laid over one
     # would keep what the option leaves at a default.
     if override.prefix != "~" and "defaults" not in data and isinstance(data.get(section), dict):
-        message = f"would be mixed with the section {section} that {line.config_name}.yaml holds"
-        do = f"set single keys ({section}.KEY=VALUE), or start from a configuration with a defaults list"
-        return Problem(key=group, value=value, message=message, hint=do)
+        message = f"would be mixed with the section {section} of {line.config_name}.yaml"
+        hint = f"set single keys ({section}.KEY=VALUE), or start from a configuration with a defaults list"
+        return Problem(key=group, value=value, message=message, hint=hint)
     if value in options:
         return None
-    close = close_word(value, list(options))
-    do = f"did you mean {group}={close}?" if close else ""
+    close = close_word(value, options)
+    hint = f"did you mean {group}={close}?" if close else ""
     if group == "device":
-        do = OTHER_WORDS.get(value.lower(), do)
-    return Problem(key=group, value=value, message=f"must be one of {', '.join(options)}", hint=do)
+        hint = OTHER_WORDS.get(value.lower(), hint)
+    return Problem(key=group, value=value, message=f"must be one of {', '.join(options)}", hint=hint)
 
 
 def _value_problem(override: _Override) -> Problem | None:
@@ -348,34 +340,33 @@ def _value_problem(override: _Override) -> Problem | None:
         info = all_keys().get(key)
         if info is None and key.split(".")[0] not in all_keys():
             return Problem(key=key, value=value, message="unknown key", hint=suggestion(key))
-        reason = str(error).splitlines()[0]
-        text = '["VALUE"]' if info is not None and info.is_list else '"VALUE"'
-        do = f"put text with special characters in quotes, twice on a shell: {key}='{text}'"
-        return Problem(key=key, value=value, message=f"cannot be read: {reason}", hint=do)
-    do = f"write a loop: for value in ...; do python -m trainer {key}=$value run_dir=runs/$value; done"
-    return Problem(key=key, value=value, message="is a list of runs; one run takes one value", hint=do)
+        message = f"cannot be read: {str(error).splitlines()[0]}"
+        text = '["VALUE"]' if info is not None and isinstance(info.default, list) else '"VALUE"'
+        hint = f"put text with special characters in quotes, twice on a shell: {key}='{text}'"
+        return Problem(key=key, value=value, message=message, hint=hint)
+    hint = f"write a loop: for value in ...; do python -m trainer {key}=$value run_dir=runs/$value; done"
+    return Problem(key=key, value=value, message="is a list of runs; one run takes one value", hint=hint)
 
 
 def _no_such_config(line: CommandLine, known: list[str]) -> Problem:
     path = Path(f"{line.config_name}.yaml")
     close = difflib.get_close_matches(path.stem, known, n=1)
-    do = f"did you mean {close[0]}? " if close else ""
-    do += "name a folder with your own YAML files with --config-dir"
+    hint = f"did you mean {close[0]}? " if close else ""
+    hint += "name a folder with your own YAML files with --config-dir"
     if len(path.parts) > 1 and path.is_file():
-        do = f"write --config-dir {path.parent} --config-name {path.stem}"
+        hint = f"write --config-dir {path.parent} --config-name {path.stem}"
     elif line.config_dir is not None and (line.config_dir / path.with_suffix(".yml")).is_file():
-        do = f"rename {path.with_suffix('.yml')} to {path}"
+        hint = f"rename {path.with_suffix('.yml')} to {path}"
     message = f"must be one of {', '.join(known)}"
-    return Problem(key="--config-name", value=line.config_name, message=message, hint=do)
+    return Problem(key="--config-name", value=line.config_name, message=message, hint=hint)
 
 
 def _hydra_problem(line: CommandLine, error: Exception) -> Problem:
     text = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
-    do = "check the YAML files and the overrides; --cfg job shows the result"
+    hint = "check the YAML files and the overrides; --cfg job shows the result"
     if "defaults list" in text:
-        do = f"let {line.config_name}.yaml begin with `defaults: [tiny, _self_]` or the like, or write +GROUP=OPTION"
-    if (again := re.search(r"Multiple values for (\w+)", text)) and f"+{again[1]}" in {
-        override.partition("=")[0] for override in line.overrides
-    }:
-        do = f"{line.config_name}.yaml has an option of {again[1]} already: leave the plus out"
-    return Problem(key=f"--config-name {line.config_name}", value="", message=f"cannot be composed: {text}", hint=do)
+        hint = f"let {line.config_name}.yaml begin with `defaults: [tiny, _self_]` or the like, or write +GROUP=OPTION"
+    twice = re.search(r"Multiple values for (\w+)", text)
+    if twice and any(one.prefix == "+" and one.key == twice[1] for one in _overrides(line)):
+        hint = f"{line.config_name}.yaml has an option of {twice[1]} already: leave the plus out"
+    return Problem(key=f"--config-name {line.config_name}", value="", message=f"cannot be composed: {text}", hint=hint)

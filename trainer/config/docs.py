@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
-from trainer.config.field import Key, bounds_text, keys_of, type_text, value_text
+from trainer.config.field import Key, keys_of, value_text
 from trainer.config.presets import config_names, groups, packaged_configs
 from trainer.config.schema import all_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _INTRO = """\
 # Configuration
 
-<!-- Generated from trainer/config/schema by `python scripts/generate_docs.py`; do not edit. -->
+<!-- Generated from trainer/config/schema.py by `python scripts/generate_docs.py`; do not edit. -->
 
 `python -m trainer` composes one configuration out of YAML files, groups and overrides, checks all of it, and only then
 starts anything:
@@ -25,70 +29,52 @@ python -m trainer --config-name grpo_7b task=math mode.max_staleness=2 learner.l
 
 {groups}
 
-  What the file of `--config-name` writes down itself wins over a group that is swapped in. `tiny` has no key of
-  `algorithm`, so `algorithm=dapo` is DAPO there; `grpo_7b` has `algorithm.kl.coef: 0.04`, and with `algorithm=dapo` it
-  keeps that KL term, which DAPO has not. Start from `dapo_7b` then, and look at `--cfg job`. Likewise `dapo_7b` has
-  `mode.max_staleness: 4`, so `mode=sync` asks for `mode.max_staleness=0` beside it.
-- `KEY=VALUE` sets one key of the tables below. Text needs no quotes of its own, but inside of a
-  list: `rollout.stop='["</a>"]'`. A number that may be missing is `null` then, and text is `KEY=`.
+  Keys in the file of `--config-name` itself win over a group that is swapped in. `tiny` has no key of `algorithm`, so
+  `algorithm=dapo` is DAPO there; `grpo_7b` has `algorithm.kl.coef: 0.04`, and with `algorithm=dapo` it keeps that KL
+  term, which DAPO does not have. Start from `dapo_7b` then, and look at `--cfg job`. Likewise `dapo_7b` has
+  `mode.max_staleness: 4`, so `mode=sync` also needs `mode.max_staleness=0`.
+- `KEY=VALUE` sets one key of the tables below. Text needs no quotes, except inside a list: `rollout.stop='["</a>"]'`.
+  No value is `null`, and an empty text is `KEY=`.
 - `+rollout.engine_args.NAME=VALUE` and `+device.env.NAME=VALUE` add to open sections, whose type is a map.
 - `--config-dir DIR` adds a folder with your own YAML files, laid out like `configs/`; your files come first. Let your
-  file begin with `defaults: [tiny, _self_]` and write down only what differs.
+  file begin with `defaults: [tiny, _self_]` and write only what differs.
 - `--cfg job` prints the result. The same text is in `config.yaml` in the run directory.
 
 Every problem is reported at once: unknown keys, wrong types, values out of range, combinations that cannot work or
-would do nothing, and files, directories and ports that cannot be used. The exit code is then 2, nothing was started
+would have no effect, and files, directories and ports that cannot be used. The exit code is then 2, nothing was started
 and nothing was written.
 
-A key that would do nothing is refused if the command line or the file of `--config-name` asks for it. Where it comes
-from another file, or what it belongs to was turned off on the command line, it goes back to its default, and a line
-says so: `--config-name ppo_7b algorithm=grpo` has no critic, and no learning rate for one.
+A key that would have no effect is refused if the command line or the file of `--config-name` sets it. Where it comes
+from another file, or what it belongs to was turned off on the command line, it is reset to its default, and a line
+reports it: `--config-name ppo_7b algorithm=grpo` has no critic, and no learning rate for one.
 
-The defaults below are those of the schema, which hold where no YAML file says otherwise.
+The defaults below are those of the schema, which hold where no YAML file sets another value.
 """
 
 
 def configuration_markdown() -> str:
     """The whole page."""
+    names = ", ".join(f"`{name}`" for name in config_names(packaged_configs()))
     options = groups([packaged_configs()])
-    parts = [
-        _INTRO.format(
-            names=", ".join(f"`{name}`" for name in config_names(packaged_configs())),
-            groups="\n".join(
-                f"  - `{name}`: {', '.join(f'`{v}`' for v in values)}" for name, values in options.items()
-            ),
-        )
-    ]
-    infos = all_keys()
-    parts.append(_section("Top level", "", [i for i in infos.values() if "." not in i.path and not i.is_section]))
-    for section in infos.values():
-        if section.is_section:
-            inside = [i for i in infos.values() if i.path.rpartition(".")[0] == section.path and not i.is_section]
-            parts.append(_section(f"`{section.path}`", section.doc, inside))
-            parts += [_entries(info) for info in inside if info.section_of_entries is not None]
+    lists = "\n".join(f"  - `{name}`: {', '.join(f'`{word}`' for word in words)}" for name, words in options.items())
+    keys = [key for key in all_keys().values() if not key.is_section]
+    parts = [_INTRO.format(names=names, groups=lists)]
+    parts.append(_table("Top level", "", [key for key in keys if "." not in key.path]))
+    for section in (key for key in all_keys().values() if key.is_section):
+        inside = [key for key in keys if key.path.rpartition(".")[0] == section.path]
+        parts.append(_table(f"`{section.path}`", section.doc, inside))
+        for key in inside:
+            if key.section_of_entries is not None:
+                path = f"{key.path}.NAME"
+                parts.append(_table(f"`{path}`", key.doc, keys_of(key.section_of_entries, f"{path}.")))
     return "\n".join(parts)
 
 
-def _entries(info: Key) -> str:
-    """Of a map of sections, what each of them holds."""
-    assert info.section_of_entries is not None
-    path = f"{info.path}.NAME"
-    return _section(f"`{path}`", info.doc, list(keys_of(info.section_of_entries, f"{path}.")))
-
-
-def _section(title: str, doc: str, infos: list[Key]) -> str:
-    lines = [f"## {title}", ""]
-    if doc:
-        lines += [doc, ""]
-    lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|", *(_row(info) for info in infos), ""]
-    return "\n".join(lines)
-
-
-def _row(info: Key) -> str:
-    limits = bounds_text(info.bounds)
-    kind = f"{type_text(info.hint)}, {limits}" if limits else type_text(info.hint)
-    cells = [f"`{info.path}`", kind, f"`{value_text(info.default)}`", info.doc]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _table(title: str, doc: str, keys: Iterable[Key]) -> str:
+    rows = [(f"`{key.path}`", key.kind, f"`{value_text(key.default)}`", key.doc) for key in keys]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    head = [f"## {title}", "", *([doc, ""] if doc else [])]
+    return "\n".join([*head, "| Key | Type | Default | Meaning |", "|---|---|---|---|", *lines, ""])
 
 
 if __name__ == "__main__":

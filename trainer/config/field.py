@@ -1,37 +1,33 @@
-"""How a section and a key of the configuration are declared, and how both are read back for messages and documents."""
+"""How a section of the configuration is declared, and how its keys are read back for messages and documents."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    Union,
-    cast,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)  # fmt: skip
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, dataclass_transform, get_args, get_origin
+from typing import get_type_hints as type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
 from pydantic.dataclasses import dataclass
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 S = TypeVar("S")
 
-_SIGNS = {"ge": (Ge, ">="), "gt": (Gt, ">"), "le": (Le, "<="), "lt": (Lt, "<")}
+_SIGNS: Mapping[type, str] = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def is_dotted_path(name: str) -> bool:
+    """Whether `name` can be the dotted path of a function: identifiers joined by dots. Nothing is imported."""
+    return _PATH.fullmatch(name) is not None
 
 
 def _as_integer(value: object) -> object:
@@ -54,15 +50,21 @@ def _expand_home(path: str) -> str:
 
 
 def _require_dots(name: str) -> str:
-    if _PATH.fullmatch(name) is None:
+    if not is_dotted_path(name):
         raise PydanticCustomError("dotted_path", "not a dotted path")
     return name
 
 
 Int = Annotated[int, Strict(), BeforeValidator(_as_integer)]
+NonNegativeInt = Annotated[Int, Ge(0)]
+PositiveInt = Annotated[Int, Ge(1)]
 Number = Annotated[float, Strict()]
 """May be infinite or NaN; rules look at it where that matters."""
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[Float, Ge(0)]
+PositiveFloat = Annotated[Float, Gt(0)]
+Fraction = Annotated[Float, Ge(0), Le(1)]
+PositiveFraction = Annotated[Float, Gt(0), Le(1)]
 Bool = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
 PathText = Annotated[str, Strict(), AfterValidator(_expand_home)]
@@ -72,22 +74,6 @@ Name = Annotated[str, BeforeValidator(str)]
 EnvText = Annotated[str, Strict(), BeforeValidator(_as_text)]
 DottedPath = Annotated[str, Strict(), AfterValidator(_require_dots)]
 OnOff = BeforeValidator(_as_word)
-
-
-def key(
-    default: Any = ...,
-    doc: str = "",
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    factory: Callable[[], Any] | None = None,
-) -> Any:
-    """A key with its documentation and inclusive (`ge`, `le`) or exclusive (`gt`, `lt`) bounds."""
-    if factory is not None:
-        return Field(default_factory=factory, description=doc)
-    return Field(default, description=doc, ge=ge, gt=gt, le=le, lt=lt)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -106,8 +92,14 @@ class Key(NamedTuple):
     """Type annotation without validators."""
     default: Any
     doc: str
-    bounds: Mapping[str, float]
-    """Any of ge, gt, le, lt."""
+    """The text under its declaration."""
+    bounds: str
+    """E.g. "> 0 and <= 1"; empty without bounds."""
+
+    @property
+    def kind(self) -> str:
+        """Type and bounds in words, e.g. "integer or null, >= 1"."""
+        return f"{type_text(self.hint)}, {self.bounds}" if self.bounds else type_text(self.hint)
 
     @property
     def is_section(self) -> bool:
@@ -116,10 +108,6 @@ class Key(NamedTuple):
     @property
     def is_mapping(self) -> bool:
         return get_origin(self.hint) is dict
-
-    @property
-    def is_list(self) -> bool:
-        return get_origin(self.hint) is list
 
     @property
     def entry(self) -> Any:
@@ -140,22 +128,47 @@ class Key(NamedTuple):
 @cache
 def keys_of(section: type, prefix: str = "") -> Sequence[Key]:
     """The keys and sections of `section`, not those inside of its sections."""
-    hints, infos = get_type_hints(section), cast("Any", section).__pydantic_fields__
-    return [_key(f"{prefix}{one.name}", hints[one.name], infos[one.name]) for one in fields(cast("Any", section))]
+    hints, infos = type_hints(section), cast("Any", section).__pydantic_fields__
+    limits, docs = type_hints(section, include_extras=True), _docs(section.__module__)[section.__name__]
+    return [
+        Key(
+            path=f"{prefix}{name}",
+            hint=hints[name],
+            default=infos[name].get_default(call_default_factory=True),
+            doc=docs[name],
+            bounds=" and ".join(_bounds(limits[name])),
+        )
+        for name in (one.name for one in fields(cast("Any", section)))
+    ]
 
 
-def _key(path: str, hint: Any, info: FieldInfo) -> Key:
-    bounds = {
-        name: getattr(limit, name)
-        for name, (kind, _) in _SIGNS.items()
-        for limit in info.metadata
-        if isinstance(limit, kind)
-    }
-    return Key(path, hint, info.get_default(call_default_factory=True), info.description or "", bounds)
+@cache
+def _docs(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Class -> attribute -> the string under it: Python itself does not keep these."""
+    classes = [
+        node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
+    ]
+    found: dict[str, dict[str, str]] = {}
+    for node in classes:
+        pairs = zip(node.body, node.body[1:], strict=False)
+        found[node.name] = {
+            key.target.id: " ".join(str(text.value.value).split())
+            for key, text in pairs
+            if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)
+            and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        }  # fmt: skip
+    return found
+
+
+def _bounds(hint: Any) -> list[str]:
+    if get_origin(hint) is not Annotated:
+        return [text for arg in _alternatives(hint) for text in _bounds(arg)]
+    limits = [limit for limit in hint.__metadata__ if type(limit) in _SIGNS]
+    return [f"{_SIGNS[type(one)]} {value_text(getattr(one, type(one).__name__.lower()))}" for one in limits]
 
 
 def words_of(hint: Any) -> tuple[object, ...]:
-    """The words of `Literal[...]`, also beside `str` or None; empty for other types."""
+    """The words of `Literal[...]`, also with `str` or None as alternatives; empty for other types."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     return next((words for arg in _alternatives(hint) if (words := words_of(arg))), ())
@@ -168,12 +181,12 @@ def without_null(hint: Any) -> Any:
 
 
 def type_text(hint: Any) -> str:
-    """A type in the words of a person: "integer", "one of a, b", "number or null"."""
+    """A type in words: "integer", "one of a, b", "number or null"."""
     if (other := without_null(hint)) is not hint:
         return f"{type_text(other)} or null"
     if words := words_of(hint):
-        own = ", or the dotted path of your own function" if _alternatives(hint) else ""
-        return "one of " + ", ".join(map(str, words)) + own
+        custom = ", or the dotted path of your own function" if _alternatives(hint) else ""
+        return "one of " + ", ".join(map(str, words)) + custom
     if get_origin(hint) is dict:
         return f"map of name to {type_text(get_args(hint)[1])}"
     if get_origin(hint) is list:
@@ -187,21 +200,10 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
 
 
-def bounds_text(bounds: Mapping[str, float]) -> str:
-    """E.g. "> 0 and <= 1"; empty without bounds."""
-    return " and ".join(f"{_SIGNS[name][1]} {value_text(limit)}" for name, limit in bounds.items())
-
-
 def value_text(value: object) -> str:
     """A value as one would write it in YAML or as an override."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return value or '""'
-        case float():
-            return f"{value:g}"
-        case _:
-            return str(value)
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    return '""' if value == "" else str(value)

@@ -1,27 +1,27 @@
-"""Keys that nothing reads beside what else was chosen: one row each, and what becomes of a value that such a key has.
+"""Keys that nothing reads in combination with other choices: one row each, and what happens to their values.
 
-`ppo_7b` has a learning rate for its critic. With `algorithm=grpo` there is no critic, and whoever asked for that should
-not have to take the rate back: the key goes back to its default, and a line says so. A user who asked for the key by
-name is refused instead.
+`ppo_7b` has a learning rate for its critic. With `algorithm=grpo` there is no critic, and a user who chose that should
+not have to take the rate back: the key is reset to its default, and a line says so. A user who set the key by name gets
+an error instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout.prompts.datasets import reader_of_suffix
-from trainer.config.algorithm import ESTIMATORS, LOSS_KEYS, loss_traits, traits_of
+from trainer.config.algorithm import ESTIMATORS, LOSSES, OWN_TRAITS, loss_traits, traits_of
 from trainer.config.field import value_text
 from trainer.config.own_function import is_own
-from trainer.config.schema import all_keys
+from trainer.config.schema import all_keys, shown, with_value
 from trainer.errors import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from trainer.config.algorithm import CorrectionConfig
+    from trainer.config.algorithm import CorrectionConfig, EstimatorTraits
     from trainer.config.schema import RunConfig
 
 BUILTIN_TASK = "builtin:arithmetic"
@@ -34,29 +34,18 @@ class Inactive:
     keys: Sequence[str]
     when: Callable[[RunConfig], bool]
     why: str
-    """Values of the configuration `c` may stand in it: {c.algorithm.loss}."""
+    """Formatted with the configuration `c`."""
     because: Sequence[str]
     """The keys that make them inactive."""
     hint: str = ""
-    """What to do about it; by default, to leave the key at its default."""
+    """By default, to leave the key at its default."""
     is_kept: bool = False
-    """A YAML file may well hold the keys for runs in which something reads them: they never go back."""
+    """A YAML file may well have the keys for runs in which they are read: they are never reset."""
 
 
-def _is_evaluated_while_training(c: RunConfig) -> bool:
-    return bool(c.task.eval_path) and (c.trainer.eval_every > 0 or c.trainer.eval_at_start)
-
-
-def _is_evaluated(c: RunConfig) -> bool:
-    return _is_evaluated_while_training(c) or (bool(c.task.eval_path) and c.trainer.eval_at_end)
-
-
-def _estimator_reads(c: RunConfig, key: str) -> bool:
-    return not is_own(c.algorithm.advantage_estimator) and key in traits_of(c.algorithm).keys
-
-
-def _uses_parts(c: RunConfig) -> bool:
-    return not is_own(c.algorithm.advantage_estimator) and traits_of(c.algorithm).uses_parts
+def _traits(c: RunConfig) -> EstimatorTraits:
+    """A user's own estimator reads no key of the built-in ones."""
+    return OWN_TRAITS if is_own(c.algorithm.advantage_estimator) else traits_of(c.algorithm)
 
 
 def _reads_level(correction: CorrectionConfig) -> bool:
@@ -75,31 +64,8 @@ _CORRECTION = "algorithm.correction"
 _SPLIT_OF_FILE = "is a file, which has no splits and is read whole"
 _NO_BOUND = "no bound is set"
 _OF_CRITIC = tuple(key for key in all_keys() if key.startswith("critic."))
-_OF_OWN_BACKBONE = tuple(
-    f"critic.{name}"
-    for name in ("path", "lr", "weight_decay", "max_grad_norm", "warmup_steps", "updates_per_step", "cpu_offload")
-)
-_OF_EVALUATION = tuple(
-    f"trainer.eval_{name}" for name in ("samples", "temperature", "top_p", "pass_k", "pass_threshold", "timeout_s")
-)
-_UNCHOSEN_ESTIMATORS = tuple(
-    Inactive(
-        [f"algorithm.{key}"],
-        lambda c, key=key: not _estimator_reads(c, key),
-        f"{_CHOSEN} does not read it",
-        _ADVANTAGE,
-    )
-    for key in dict.fromkeys(key for traits in ESTIMATORS.values() for key in traits.keys)
-)
-_UNCHOSEN_LOSSES = tuple(
-    Inactive(
-        [f"algorithm.{key}"],
-        lambda c, key=key: key not in loss_traits(c.algorithm.loss).keys,
-        "algorithm.loss={c.algorithm.loss} does not read it",
-        _LOSS,
-    )
-    for key in dict.fromkeys(key for keys in LOSS_KEYS.values() for key in keys)
-)
+_OF_OWN_BACKBONE = ("path", "lr", "weight_decay", "max_grad_norm", "warmup_steps", "updates_per_step", "cpu_offload")
+_OF_EVALUATION = ("samples", "temperature", "top_p", "pass_k", "pass_threshold", "timeout_s")
 
 INACTIVE: tuple[Inactive, ...] = (
     Inactive(["model.lora.alpha", "model.lora.target_modules"], lambda c: c.model.lora.rank == 0,
@@ -108,8 +74,7 @@ INACTIVE: tuple[Inactive, ...] = (
     Inactive(["task.max_operand"], lambda c: BUILTIN_TASK not in {c.task.train_path, *c.task.held_out_paths.values()},
         f"no prompts come from {BUILTIN_TASK}", ["task.train_path", "task.eval_path"]),
     Inactive(["task.pass_rate_cooldown_epochs", "task.pass_threshold"], lambda c: not c.task.filters_pass_rate,
-        _NO_FILTER,
-        _PASS_RATES),
+        _NO_FILTER, _PASS_RATES),
     Inactive(["task.pass_rate_column"], lambda c: not c.task.filters_pass_rate and c.task.curriculum == "none",
         f"{_NO_FILTER}, and task.curriculum=none", _PASS_RATES),
     Inactive(["task.pass_rate_column"],
@@ -127,13 +92,15 @@ INACTIVE: tuple[Inactive, ...] = (
     Inactive(["task.difficulty_column", "task.pass_rate_column"], lambda c: c.task.train_path == BUILTIN_TASK,
         f"{BUILTIN_TASK} has no further columns", ["task.train_path"]),
     Inactive(["task.agent_args", "task.agent_timeout_s", "task.agent_max_sequences"], lambda c: not c.task.agent,
-        "task.agent is empty: every answer is a single turn", ["task.agent"]),
+        "task.agent is empty: every response is a single turn", ["task.agent"]),
     Inactive(["algorithm.on_failure.agent_error"], lambda c: not c.task.agent,
         "task.agent is empty, so no agent can fail", ["task.agent"]),
-    # Advantages. A user's own estimator reads no key of the others, whatever its traits.
-    *_UNCHOSEN_ESTIMATORS,
-    Inactive(["algorithm.overlong_buffer_tokens"], _uses_parts,
-        f"{_CHOSEN} takes the parts of the reward, shaping moves their total", _ADVANTAGE),
+    # Advantages. A user's own estimator reads no key of the others, regardless of its traits.
+    *(Inactive([f"algorithm.{key}"], lambda c, key=key: key not in _traits(c).keys, f"{_CHOSEN} does not read it",
+        _ADVANTAGE)
+        for key in dict.fromkeys(key for traits in ESTIMATORS.values() for key in traits.keys)),
+    Inactive(["algorithm.overlong_buffer_tokens"], lambda c: _traits(c).uses_parts,
+        f"{_CHOSEN} takes the parts of the reward, shaping changes their total", _ADVANTAGE),
     Inactive(["algorithm.overlong_buffer_tokens"], lambda c: c.algorithm.advantage_estimator == "zero",
         f"{_CHOSEN} reads no reward", _ADVANTAGE),
     Inactive(["algorithm.overlong_penalty"], lambda c: c.algorithm.overlong_buffer_tokens == 0,
@@ -146,21 +113,25 @@ INACTIVE: tuple[Inactive, ...] = (
     Inactive(["algorithm.group_filter_args"], lambda c: not c.algorithm.group_filter,
         "algorithm.group_filter is empty", ["algorithm.group_filter"]),
     # The loss.
-    *_UNCHOSEN_LOSSES,
+    *(Inactive([f"algorithm.{key}"], lambda c, key=key: key not in loss_traits(c.algorithm.loss).keys,
+        "algorithm.loss={c.algorithm.loss} does not read it", _LOSS)
+        for key in dict.fromkeys(key for traits in LOSSES.values() for key in traits.keys)),
     Inactive(["algorithm.loss_norm_tokens"], lambda c: c.algorithm.loss_aggregation != "seq_mean_token_sum_norm",
         "algorithm.loss_aggregation={c.algorithm.loss_aggregation} has no constant divisor",
         ["algorithm.loss_aggregation"]),
     # The critic and the reference.
     Inactive(_OF_CRITIC, lambda c: not c.algorithm.uses_critic, f"{_CHOSEN} has no critic", _ADVANTAGE),
-    Inactive(_OF_OWN_BACKBONE, lambda c: c.algorithm.uses_critic and c.critic.shared_backbone,
+    Inactive([f"critic.{name}" for name in _OF_OWN_BACKBONE],
+        lambda c: c.algorithm.uses_critic and c.critic.shared_backbone,
         "critic.shared_backbone=true trains the value head with the policy's optimizer, one update per step",
         ["critic.shared_backbone"]),
     Inactive(["critic.value_coef"], lambda c: c.algorithm.uses_critic and not c.critic.shared_backbone,
         "a critic with its own backbone has its own optimizer", ["critic.shared_backbone"]),
     Inactive(["critic.value_clip"], lambda c: c.algorithm.uses_critic and c.critic.updates_per_step == 1,
         "the first update of a step starts from the values that it is clipped around", ["critic.updates_per_step"]),
-    Inactive(["algorithm.kl.reference_model", "algorithm.kl.apply_to", "algorithm.kl.estimator",
-        "learner.reference_cpu_offload"],
+    Inactive(
+        ["algorithm.kl.reference_model", "algorithm.kl.apply_to", "algorithm.kl.estimator",
+            "learner.reference_cpu_offload"],
         lambda c: c.algorithm.kl.coef == 0, "algorithm.kl.coef=0 keeps no reference", ["algorithm.kl.coef"]),
     Inactive(["learner.reference_cpu_offload"],
         lambda c: c.algorithm.kl.coef > 0 and c.model.lora.rank > 0 and c.algorithm.kl.reference_model is None,
@@ -168,7 +139,7 @@ INACTIVE: tuple[Inactive, ...] = (
     # The off-policy correction.
     Inactive([f"{_CORRECTION}.clamp.lower", f"{_CORRECTION}.clamp.upper"],
         lambda c: not loss_traits(c.algorithm.loss).is_weighted,
-        "algorithm.loss={c.algorithm.loss} holds no ratio to clamp", _LOSS),
+        "algorithm.loss={c.algorithm.loss} contains no ratio to clamp", _LOSS),
     Inactive([f"{_CORRECTION}.level"],
         lambda c: not _reads_level(c.algorithm.correction),
         f"with {_CORRECTION}.objective=bypass only clamp and mask read it, and neither has a bound",
@@ -190,29 +161,29 @@ INACTIVE: tuple[Inactive, ...] = (
         "learner.lr_schedule=constant never lowers the learning rate", ["learner.lr_schedule"]),
     Inactive(["task.eval_size"], lambda c: not c.task.eval_path, "task.eval_path is empty: nothing is evaluated",
         _EVAL_PATH),
-    Inactive(_OF_EVALUATION, lambda c: not _is_evaluated(c), "nothing is evaluated",
+    Inactive([f"trainer.eval_{name}" for name in _OF_EVALUATION], lambda c: not c.evaluates, "nothing is evaluated",
         ["task.eval_path", "trainer.eval_every"]),
     # Colocated mode sets it, whether or not anything is evaluated.
-    Inactive(["trainer.eval_blocking"], lambda c: not _is_evaluated(c) and not c.mode.shares_devices,
+    Inactive(["trainer.eval_blocking"], lambda c: not c.evaluates and not c.mode.shares_devices,
         "nothing is evaluated", ["task.eval_path", "trainer.eval_every"]),
     # Without task.eval_path they are refused (rules.py): something is missing then.
-    Inactive(["task.eval_sets"], lambda c: bool(c.task.eval_path) and not _is_evaluated(c), "nothing is evaluated",
+    Inactive(["task.eval_sets"], lambda c: bool(c.task.eval_path) and not c.evaluates, "nothing is evaluated",
         ["task.eval_path", "trainer.eval_every"], hint="set trainer.eval_every, or leave them out: ~task.eval_sets"),
     Inactive(["trainer.eval_blocking"],
-        lambda c: _is_evaluated(c) and not _is_evaluated_while_training(c) and not c.mode.shares_devices,
-        "only the last version is evaluated, when training is over", ["trainer.eval_every"]),
-    Inactive(["trainer.eval_top_p"], lambda c: _is_evaluated(c) and c.trainer.eval_temperature == 0,
-        "greedy answers (trainer.eval_temperature=0) take the likeliest token", ["trainer.eval_temperature"]),
+        lambda c: c.evaluates and not c.evaluates_while_training and not c.mode.shares_devices,
+        "only the last version is evaluated, after training", ["trainer.eval_every"]),
+    Inactive(["trainer.eval_top_p"], lambda c: c.evaluates and c.trainer.eval_temperature == 0,
+        "greedy responses (trainer.eval_temperature=0) take the likeliest token", ["trainer.eval_temperature"]),
     Inactive(["checkpoint.keep_every"], lambda c: c.checkpoint.every_steps == 0,
         "checkpoint.every_steps=0 saves at the end only", ["checkpoint.every_steps"]),
     Inactive([f"telemetry.wandb_{name}" for name in ("project", "entity", "group", "tags")],
         lambda c: not c.telemetry.wandb, "telemetry.wandb is false", ["telemetry.wandb"]),
     Inactive(["ray.placement_timeout_s"], lambda c: c.ray.address == "local",
-        "ray.address=local starts a cluster that nobody else uses", ["ray.address"]),
+        "ray.address=local starts a private cluster", ["ray.address"]),
     Inactive(["ray.num_cpus", "ray.object_store_gib"], lambda c: c.ray.address not in {"", "local"},
         "ray.address={c.ray.address} joins a cluster that is already set up", ["ray.address"], is_kept=True),
 )  # fmt: skip
-"""A row that reads a key stands behind the rows that may reset that key, so one pass is enough."""
+"""A row that reads a key comes after the rows that may reset that key, so one pass is enough."""
 
 
 def inactive_keys(config: RunConfig) -> set[str]:
@@ -222,54 +193,36 @@ def inactive_keys(config: RunConfig) -> set[str]:
 
 
 def reset_inactive(
-    config: RunConfig, *, asked_for: Collection[str], written: Collection[str]
+    config: RunConfig, *, chosen: Collection[str], written: Collection[str]
 ) -> tuple[RunConfig, str, list[Problem]]:
     """`config` with every inactive key at its default; a note with what was reset; what is refused instead.
 
     Args:
-        asked_for: keys and sections that the user chose; those keys are refused if they are inactive.
+        chosen: keys and sections that the user chose; those keys are refused if they are inactive.
         written: keys of the command line, which are refused with their default value too.
     """
     reset: dict[str, list[str]] = {}
     problems: list[Problem] = []
-    for row in INACTIVE:
-        if not row.when(config):
-            continue
+    for row in filter(lambda row: row.when(config), INACTIVE):
         why = row.why.format(c=config)
         for key in row.keys:
             value, default = attrgetter(key)(config), all_keys()[key].default
             if value == default or row.is_kept:
-                if key in written:
-                    problems.append(_problem(key, value, why, "leave it out", row.because))
-            elif _is_named(key, asked_for):
-                problems.append(
-                    _problem(key, value, why, row.hint or f"leave it at {value_text(default)}", row.because)
-                )
+                is_refused, hint = key in written, "leave it out"
             else:
-                reset.setdefault(why, []).append(f"{key}={_shown(key, value)}")
-                config = _with_value(config, key.split("."), default)
+                is_refused, hint = _is_chosen(key, chosen), row.hint or f"leave it at {value_text(default)}"
+                if not is_refused:
+                    reset.setdefault(why, []).append(f"{key}={shown(key, value)}")
+                    config = with_value(config, key, default)
+            if is_refused:
+                message, related = f"has no effect because {why}", tuple(row.because)
+                problems.append(Problem(key=key, value=shown(key, value), message=message, hint=hint, related=related))
     note = "".join(
-        f"back at the default, since nothing reads it here: {', '.join(keys)} ({why})\n" for why, keys in reset.items()
+        f"reset to default (unused with these settings): {', '.join(keys)} ({why})\n" for why, keys in reset.items()
     )
     return config, note, problems
 
 
-def _problem(key: str, value: object, why: str, hint: str, because: Sequence[str]) -> Problem:
-    return Problem(
-        key=key, value=_shown(key, value), message=f"has no effect: {why}", hint=hint, related=tuple(because)
-    )
-
-
-def _shown(key: str, value: Any) -> str:
-    """A map of sections by its names."""
-    return ", ".join(value) if value and all_keys()[key].section_of_entries else value_text(value)
-
-
-def _is_named(key: str, names: Collection[str]) -> bool:
-    """Whether it is in `names`, or a section around it is, or an entry of it (`task.agent_args.tools`)."""
-    return any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in names)
-
-
-def _with_value(section: Any, names: Sequence[str], value: object) -> Any:
-    first, *rest = names
-    return replace(section, **{first: _with_value(getattr(section, first), rest, value) if rest else value})
+def _is_chosen(key: str, chosen: Collection[str]) -> bool:
+    """Whether it is in `chosen`, or a section around it is, or an entry of it (`task.agent_args.tools`)."""
+    return any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for name in chosen)

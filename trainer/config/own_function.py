@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from functools import cache
 
@@ -13,31 +12,17 @@ from trainer.errors import ConfigurationError, Problem
 
 OwnFunction = Callable[..., object]
 
-_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-
 
 def is_own(name: str) -> bool:
     """Whether `name` is the dotted path of a user's function; names of built-in functions have no dot."""
     return "." in name
 
 
-def is_dotted_path(name: str) -> bool:
-    """Whether `name` can be a dotted path: identifiers joined by dots. Nothing is imported."""
-    return _PATH.fullmatch(name) is not None
-
-
 def load_own(path: str, *, key: str, args: Mapping[str, float]) -> OwnFunction:
-    """Import the function that `key` names, once, and check that it takes one positional argument and the numbers
-    `args`.
+    """Import the function that `key` (such as "algorithm.loss") names, once, and check that it takes one positional
+    argument and the numbers `args` of the key `KEY_args`.
 
-    Args:
-        key: such as "algorithm.loss"; the numbers are those of the key `KEY_args`.
-
-    Raises:
-        ConfigurationError: it does not import, is no plain function, or does not take these arguments.
-
-    Example:
-        load_own("my_package.losses.my_loss", key="algorithm.loss", args={"clip": 0.2})
+    Raises `ConfigurationError` if it does not import, is not a plain function, or does not take these arguments.
     """
     return _load(path, key, tuple(args))
 

@@ -13,7 +13,7 @@ from typing import Any, cast, get_args, get_origin
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.config.field import Key, bounds_text, keys_of, type_text, value_text, without_null, words_of
+from trainer.config.field import Key, keys_of, type_text, value_text, without_null, words_of
 from trainer.config.presets import groups, packaged_configs
 from trainer.config.schema import RunConfig, all_keys
 from trainer.errors import Problem
@@ -42,35 +42,36 @@ RENAMED: Mapping[str, str] = {
     "telemetry.trajectories_gib": "telemetry.max_trajectories_gib",
     "trainer.eval_pass_reward": "trainer.eval_pass_threshold",
 }
-"""Earlier name of a key -> its name now. The command line and the YAML files of users must use the new one; the
-config.yaml of an earlier run is read through this map."""
+"""Earlier name of a key -> its name now. The command line and YAML files of users must use the new one; the
+configurations of earlier runs are read through this map."""
 
-OTHER_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("max_steps", "max_num_steps", "num_steps", "num_rollout", "iterations"), "trainer.total_steps"),
-    **dict.fromkeys(("num_epochs", "num_train_epochs", "total_epochs", "epochs"), "trainer.total_steps"),
-    **dict.fromkeys(("batch_size", "train_batch_size", "rollout_batch_size"), "trainer.groups_per_step"),
-    **dict.fromkeys(("eval_steps", "test_freq", "val_period", "eval_interval"), "trainer.eval_every"),
-    **dict.fromkeys(("num_generations", "n_samples_per_prompt", "n_samples"), "rollout.group_size"),
-    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_completion_length"), "rollout.max_response_tokens"),
-    **dict.fromkeys(("max_response_length", "generate_max_len", "max_length"), "rollout.max_response_tokens"),
-    **dict.fromkeys(("max_prompt_length", "prompt_max_len"), "task.max_prompt_tokens"),
-    **dict.fromkeys(("tensor_model_parallel_size", "tp", "tp_size"), "rollout.tensor_parallel_size"),
-    **dict.fromkeys(("learning_rate", "actor_learning_rate"), "learner.lr"),
-    **dict.fromkeys(("lr_warmup_steps", "warmup"), "learner.warmup_steps"),
-    **dict.fromkeys(("grad_clip", "clip_grad", "gradient_clipping"), "learner.max_grad_norm"),
-    **dict.fromkeys(("gradient_checkpointing", "enable_gradient_checkpointing"), "learner.activation_checkpointing"),
-    **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "n_gpus_per_node", "gpus_per_node"), "learner.num_ranks"),
-    **dict.fromkeys(("beta", "init_kl_coef", "kl_loss_coef", "kl_ctl"), "algorithm.kl.coef"),
-    **dict.fromkeys(("epsilon", "eps_clip"), "algorithm.clip_ratio_low"),
-    **dict.fromkeys(("epsilon_high", "eps_clip_high"), "algorithm.clip_ratio_high"),
-    **dict.fromkeys(("save_steps", "save_freq", "save_interval", "save_period"), "checkpoint.every_steps"),
-    **dict.fromkeys(("resume_from_checkpoint", "resume_from_path", "load_checkpoint"), "checkpoint.resume"),
-    **dict.fromkeys(("output_dir", "default_local_dir", "checkpoint_dir", "ckpt_path", "save_path"), "run_dir"),
-    **dict.fromkeys(("model_name", "model_name_or_path", "model_path", "hf_checkpoint", "pretrain"), "model.path"),
-    **dict.fromkeys(("dataset", "dataset_name", "train_data", "prompt_data"), "task.train_path"),
-    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_function"), "task.reward.name"),
+_NAMES_OF_OTHERS = {
+    "trainer.total_steps": "max_steps max_num_steps num_steps num_rollout iterations num_epochs num_train_epochs "
+    "total_epochs epochs",
+    "trainer.groups_per_step": "batch_size train_batch_size rollout_batch_size",
+    "trainer.eval_every": "eval_steps test_freq val_period eval_interval",
+    "rollout.group_size": "num_generations n_samples_per_prompt n_samples",
+    "rollout.max_response_tokens": "max_new_tokens max_tokens max_completion_length max_response_length "
+    "generate_max_len max_length",
+    "task.max_prompt_tokens": "max_prompt_length prompt_max_len",
+    "rollout.tensor_parallel_size": "tensor_model_parallel_size tp tp_size",
+    "learner.lr": "learning_rate actor_learning_rate",
+    "learner.warmup_steps": "lr_warmup_steps warmup",
+    "learner.max_grad_norm": "grad_clip clip_grad gradient_clipping",
+    "learner.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "learner.num_ranks": "num_gpus n_gpus gpus n_gpus_per_node gpus_per_node",
+    "algorithm.kl.coef": "beta init_kl_coef kl_loss_coef kl_ctl",
+    "algorithm.clip_ratio_low": "epsilon eps_clip",
+    "algorithm.clip_ratio_high": "epsilon_high eps_clip_high",
+    "checkpoint.every_steps": "save_steps save_freq save_interval save_period",
+    "checkpoint.resume": "resume_from_checkpoint resume_from_path load_checkpoint",
+    "run_dir": "output_dir default_local_dir checkpoint_dir ckpt_path save_path",
+    "model.path": "model_name model_name_or_path model_path hf_checkpoint pretrain",
+    "task.train_path": "dataset dataset_name train_data prompt_data",
+    "task.reward.name": "reward_funcs reward_fn reward_function",
 }
-"""The last part of a key of another system -> the key that does the same job here; docs/coming_from.md has more."""
+OTHER_NAMES = {name: key for key, names in _NAMES_OF_OTHERS.items() for name in names.split()}
+"""The last part of a key of another system -> the key with the same purpose here; docs/coming_from.md has more."""
 
 
 def to_run_config(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]:
@@ -82,19 +83,19 @@ def to_run_config(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]
         except ValidationError as error:
             for one in error.errors(include_url=False, include_context=False):
                 parts, key = _key_at(one["loc"])
-                above, name = _value_at(rest, parts[:-1]), parts[-1]
-                if name not in above:
+                section, name = _value_at(rest, parts[:-1]), parts[-1]
+                if name not in section:
                     continue  # an alternative of a type that was refused already
-                value = above.pop(name)
+                value = section.pop(name)
                 if key is None:
                     problems += _unknown(parts, value)
                 elif key.is_section:
-                    above[name] = {}
+                    section[name] = {}
                     problems += [] if value is None else [_no_section(key, value)]
                 else:
-                    do = f"default {value_text(key.default)}: {key.doc}"
+                    hint = f"default {value_text(key.default)}: {key.doc}"
                     message = _refusal(key, value, one["loc"][len(parts) :])
-                    problems.append(Problem(key=key.path, value=value_text(value), message=message, hint=do))
+                    problems.append(Problem(key=key.path, value=value_text(value), message=message, hint=hint))
 
 
 def read_stored(data: Mapping[str, object]) -> tuple[RunConfig, list[Problem]]:
@@ -111,48 +112,37 @@ def with_current_names(data: Mapping[str, object]) -> dict[str, Any]:
     """The configuration of an earlier run under today's names of its keys."""
     renamed = deepcopy(dict(data))
     for old, new in RENAMED.items():
-        (*above, name), (*sections, new_name) = old.split("."), new.split(".")
-        section = _value_at(renamed, above)
+        (*sections, name), (*new_sections, new_name) = old.split("."), new.split(".")
+        section = _value_at(renamed, sections)
         if isinstance(section, dict) and name in section:
             target: dict[str, Any] = renamed
-            for part in sections:
+            for part in new_sections:
                 target = target.setdefault(part, {})
             target[new_name] = cast("dict[str, Any]", section).pop(name)
     return renamed
 
 
-def to_plain(config: RunConfig) -> dict[str, Any]:
-    """The configuration as nested dictionaries of plain values, the inverse of `to_run_config`."""
-    return asdict(config)
-
-
 def dump_yaml(config: RunConfig) -> str:
     """Every key with its value, in the order of the schema. Loading the text gives the same configuration."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)
 
 
 def suggestion(path: str) -> str:
     """What to write for a key that does not exist; empty if nothing is close."""
     if path in RENAMED:
         return f"renamed to {RENAMED[path]}"
-    known = list(all_keys())
-    joined = path.replace(".", "_")
-    if same := [key for key in known if key.replace(".", "_") == joined]:
-        return f"did you mean {same[0]}?"
-    leaf = path.rsplit(".", 1)[-1]
-    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf and not all_keys()[key].is_section]
-    if len(same_leaf) in (1, 2):
-        return "did you mean " + " or ".join(same_leaf) + "?"
-    if leaf in OTHER_NAMES:
-        return f"did you mean {OTHER_NAMES[leaf]}?"
+    known, leaf = list(all_keys()), path.rpartition(".")[2]
+    found = [key for key in known if key.replace(".", "_") == path.replace(".", "_")][:1]
+    if not found:
+        found = [key for key in known if key.rpartition(".")[2] == leaf and not all_keys()[key].is_section]
+    if len(found) not in (1, 2):
+        found = [OTHER_NAMES[leaf]] if leaf in OTHER_NAMES else []
     # Keys of the same section first, then those of others.
-    section = path.rpartition(".")[0]
-    for candidates in ([key for key in known if key.rpartition(".")[0] == section], known):
-        by_leaf = {key.rsplit(".", 1)[-1]: key for key in reversed(candidates)}
-        close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)
-        if close:
-            return f"did you mean {by_leaf[close[0]]}?"
-    return ""
+    siblings = [key for key in known if key.rpartition(".")[0] == path.rpartition(".")[0]]
+    for candidates in (siblings, known):
+        by_leaf = {key.rpartition(".")[2]: key for key in reversed(candidates)}
+        found = found or [by_leaf[word] for word in difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)]
+    return f"did you mean {' or '.join(found)}?" if found else ""
 
 
 def close_word(value: str, words: Sequence[str]) -> str:
@@ -166,8 +156,8 @@ def _adapter() -> TypeAdapter[RunConfig]:
 
 
 def _key_at(parts: _Parts, section: type = RunConfig, depth: int = 0) -> tuple[_Parts, Key | None]:
-    """Where the key stands that an error at `parts` is about, which may be inside of its value; no key if there is
-    none of that name. Parts, since the name of an entry of a map may hold dots."""
+    """The key that an error at `parts`, which may be inside its value, is about, and where it is; None if there is no
+    such key. Parts, since the name of an entry of a map may contain dots."""
     prefix = "".join(f"{part}." for part in parts[:depth])
     key = next((one for one in keys_of(section, prefix) if one.path == f"{prefix}{parts[depth]}"), None)
     depth += 1
@@ -178,7 +168,7 @@ def _key_at(parts: _Parts, section: type = RunConfig, depth: int = 0) -> tuple[_
     if (entries := key.section_of_entries) is None:
         return parts[:depth], key
     if depth + 1 == len(parts):
-        return parts, Key(".".join(map(str, parts)), entries, None, key.doc, {})
+        return parts, Key(".".join(map(str, parts)), entries, None, key.doc, "")
     return _key_at(parts, entries, depth + 1)
 
 
@@ -193,32 +183,28 @@ def _no_section(key: Key, value: object) -> Problem:
     names = [one.path for one in keys_of(key.hint)]
     is_option = isinstance(value, str) and value in groups([packaged_configs()]).get(key.path, [])
     choose = f"choose the group with {key.path}={value} or in `defaults`, or " if is_option else ""
-    return Problem(
-        key=key.path,
-        value=value_text(value),
-        message=f"expected a section with the keys {', '.join(names)}",
-        hint=f"{choose}set its keys one by one: {key.path}.{names[0]}=...",
-    )
+    message = f"expected a section with the keys {', '.join(names)}"
+    hint = f"{choose}set its keys one by one: {key.path}.{names[0]}=..."
+    return Problem(key=key.path, value=value_text(value), message=message, hint=hint)
 
 
 def _unknown(parts: _Parts, value: object) -> Iterator[Problem]:
-    """A section whose name is near to none is told by the keys in it."""
-    *above, name = map(str, parts)
-    section, path = ".".join(above), ".".join([*above, name])
-    holder = _key_at(parts[:-1])[1] if above else None
+    """A section whose name is close to none is reported by the keys in it."""
+    *sections, name = map(str, parts)
+    section, path = ".".join(sections), ".".join([*sections, name])
+    holder = _key_at(parts[:-1])[1] if sections else None
     siblings = [one.path for one in keys_of(RunConfig if holder is None else holder.hint)]
     keys = f"keys of {section or 'the top level'}: {', '.join(siblings)}"
     if not section:
         keys += "; docs/coming_from.md has the names of other systems"
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
     if section and section not in all_keys() and close:  # an entry of a map: its keys are like those of no section
-        do = f"did you mean {section}.{close[0]}?"
-        yield Problem(key=path, value=value_text(value), message="unknown key", hint=do)
-        return
-    inner = {path: value} if suggestion(path) else dict(_leaves(path, value))
+        inner, hint = {path: value}, f"did you mean {section}.{close[0]}?"
+    else:
+        inner, hint = {path: value} if suggestion(path) else dict(_leaves(path, value)), ""
     for leaf, given in inner.items():
-        got = "{...}" if isinstance(given, Mapping) else value_text(given)
-        yield Problem(key=leaf, value=got, message="unknown key", hint=suggestion(leaf) or keys)
+        text = "{...}" if isinstance(given, Mapping) else value_text(given)
+        yield Problem(key=leaf, value=text, message="unknown key", hint=hint or suggestion(leaf) or keys)
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
@@ -229,33 +215,30 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
         yield from _leaves(f"{path}.{name}", inner)
 
 
-def _refusal(key: Key, value: object, behind: _Parts) -> str:
-    """Why `key` cannot have `value`; `behind` leads from the key to the wrong entry of a map or list."""
-    if key.entry is not None and behind:
-        entries = cast("Any", value)
-        text = _wrong_type(key.entry, entries[behind[0]])
-        return f"entry {behind[0]} {text}"
+def _refusal(key: Key, value: Any, inside: _Parts) -> str:
+    """Why `key` cannot have `value`; `inside` leads from the key to the wrong entry of a map or list."""
+    if key.entry is not None and inside:
+        return f"entry {inside[0]} {_wrong_type(key.entry, value[inside[0]])}"
     if words := words_of(key.hint):
         return _no_word(key, list(map(str, words)), value)
     hint = without_null(key.hint)
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
     if number is not None and (hint is float or (hint is int and float(number).is_integer())):
-        return f"must be {bounds_text(key.bounds)}" if math.isfinite(number) else "must be a finite number"
-    spelled = hint is not key.hint and str(value).lower() in {"none", "nil", "~", ""}
-    return _wrong_type(hint, value) + ("; nothing is written null" if spelled else "")
+        return f"must be {key.bounds}" if math.isfinite(number) else "must be a finite number"
+    is_none = hint is not key.hint and str(value).lower() in {"none", "nil", "~", ""}
+    return _wrong_type(hint, value) + ("; for no value write null" if is_none else "")
 
 
 def _wrong_type(hint: Any, value: object) -> str:
-    kind = _kind(value)
+    kind, how = _kind(value), ""
     if get_origin(hint) is dict:
         return f"expected a map of name to value, got {kind}"
     if get_origin(hint) is list:
         return f"expected a {type_text(hint)}, got {kind}; put it in brackets: [...]"
-    how = ""
     if hint is str and isinstance(value, int | float):
         how = "; put it in quotes"
-    if hint is str and value is None:
-        how = '; no text is written as nothing behind the =, in YAML as ""'
+    elif hint is str and value is None:
+        how = '; for an empty text write nothing after the =, in YAML ""'
     return f"expected {type_text(hint)}, got {kind}{how}"
 
 
@@ -263,26 +246,22 @@ def _no_word(key: Key, words: Sequence[str], value: object) -> str:
     if isinstance(value, bool):
         value = "on" if value else "off"
     text, takes_path = f"must be one of {', '.join(words)}", str in get_args(key.hint)
-    own = "or the dotted path of your own function (package.module.function)"
+    custom = "or the dotted path of your own function (package.module.function)"
     if takes_path and isinstance(value, str) and "." in value:
-        return f"{text}, {own}, which joins names by dots"
+        return f"{text}, {custom}, which joins names by dots"
     close = close_word(str(value), words)
-    return text + (f"; did you mean {close}?" if close else "") + (f"; {own}" if takes_path else "")
+    return text + (f"; did you mean {close}?" if close else "") + (f"; {custom}" if takes_path else "")
 
 
 def _kind(value: object) -> str:
     match value:
-        case None:
-            return "null"
         case bool():
             return f"the boolean {value_text(value)}"
         case str():
             return f'the text "{value}"'
         case int() | float():
             return f"the number {value_text(value)}"
-        case list():
-            return "a list"
-        case Mapping():
-            return "a section"
+        case list() | Mapping():
+            return "a list" if isinstance(value, list) else "a section"
         case _:
-            return type(value).__name__
+            return "null" if value is None else type(value).__name__

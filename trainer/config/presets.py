@@ -10,7 +10,7 @@ import trainer
 from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from importlib.resources.abc import Traversable
 
 PACKAGE = "configs"
@@ -21,19 +21,11 @@ def packaged_configs() -> Traversable:
 
     Raises `ConfigurationError` if a package of the same name elsewhere hides it.
     """
-    folder = files(PACKAGE)
-    home = Path(str(trainer.__file__)).resolve().parents[1]
+    folder, home = files(PACKAGE), Path(str(trainer.__file__)).resolve().parents[1]
     if isinstance(folder, Path) and folder.resolve().parent != home:
-        raise ConfigurationError(
-            [
-                Problem(
-                    key="package `configs`",
-                    value=str(folder),
-                    message=f"hides the package `configs` of Tandem in {home}",
-                    hint="start from another directory, or take that one off PYTHONPATH",
-                )
-            ]
-        )
+        message = f"hides the package `configs` of Tandem in {home}"
+        hint = "start from another directory, or take that one off PYTHONPATH"
+        raise ConfigurationError([Problem(key="package `configs`", value=str(folder), message=message, hint=hint)])
     return folder
 
 
@@ -52,11 +44,10 @@ def search_folders(config_dir: Path | None) -> list[Traversable]:
     return [config_dir, packaged_configs()]
 
 
-def groups(folders: list[Traversable]) -> Mapping[str, list[str]]:
+def groups(folders: Sequence[Traversable]) -> Mapping[str, list[str]]:
     """Groups and their options over all `folders`, e.g. {"device": ["auto", "cpu", ...]}."""
     found: dict[str, set[str]] = {}
-    for folder in folders:
-        for entry in folder.iterdir():
-            if entry.is_dir() and (options := config_names(entry)):
-                found.setdefault(entry.name, set()).update(options)
+    for entry in (entry for folder in folders for entry in folder.iterdir() if entry.is_dir()):
+        if options := config_names(entry):
+            found.setdefault(entry.name, set()).update(options)
     return {name: sorted(options) for name, options in sorted(found.items())}

@@ -19,6 +19,7 @@ from trainer.config.algorithm import traits_of
 from trainer.config.schema import EvalSetConfig
 from trainer.driver.findings import Findings, problem
 from trainer.errors import ConfigurationError, Problem
+from trainer.telemetry.run_dir import changed_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -243,9 +244,19 @@ def make_source(cfg: RunConfig, train: PromptSet, resumed: ResumePoint | None) -
     curriculum, pass_rates = curriculum_of(task, train.prompts), pass_rates_of(task, train.prompts)
     source = PromptSource(train, seed=cfg.seed, shuffle=task.shuffle, curriculum=curriculum, pass_rates=pass_rates)
     if resumed is not None:
-        source.load_state_dict(resumed.state["source"])
+        try:
+            source.load_state_dict(resumed.state["source"])
+        except DataError as error:
+            raise DataError(f"{error}{_configured_otherwise(cfg, resumed)}") from error
     source.require_prompt()
     return source
+
+
+def _configured_otherwise(cfg: RunConfig, resumed: ResumePoint) -> str:
+    """The keys of data and tokenizer that differ from the configuration of the run that the checkpoint is of."""
+    changes = changed_keys(resumed.path.parents[1] / "config.yaml", cfg) or ()
+    of_data = [one for one in changes if one.startswith(("task.", "model.path:", "model.tokenizer_path:", "seed:"))]
+    return f"; configured otherwise since: {', '.join(of_data)}" if of_data else ""
 
 
 def curriculum_of(task: TaskConfig, prompts: Sequence[Prompt]) -> Curriculum | None:

@@ -71,11 +71,11 @@ class RunDir:
         """
         text = dump_yaml(config)
         try:
-            if self.config.exists() and (earlier := self.config.read_text(encoding="utf-8")) != text:
+            if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
                 number = next(n for n in range(1, 10_000) if not (self.path / f"config.{n}.yaml").exists())
                 kept = self.path / f"config.{number}.yaml"
                 self.config.rename(kept)
-                _log_changes(earlier, config, kept=kept)
+                _log_changes(kept, config)
             write_atomically(self.config, text)
         except OSError as error:
             self.discard()
@@ -140,25 +140,28 @@ def cannot_be_written(path: Path, error: OSError) -> Problem:
     )
 
 
-def _log_changes(earlier: str, config: RunConfig, *, kept: Path) -> None:
+def changed_keys(file: Path, config: RunConfig) -> list[str] | None:
+    """Every key with another value than in an earlier config.yaml, as "KEY: OLD -> NEW"; None if it cannot be read."""
     try:
-        data = yaml.safe_load(earlier)
-    except yaml.YAMLError:
-        data = None
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
     if not isinstance(data, dict):
-        logger.warning("%s cannot be read, so what has changed since then is unknown", kept)
-        return
+        return None
     before, _ = read_stored(cast("dict[str, object]", data))
     # run_dir is this directory, under any path.
     keys = [path for path, key in all_keys().items() if not key.is_section and path != "run_dir"]
     values = {key: [attrgetter(key)(each) for each in (before, config)] for key in keys}
-    changes = [f"{key}: {value_text(old)} -> {value_text(new)}" for key, (old, new) in values.items() if old != new]
-    if changes:
-        logger.warning(
-            "the configuration has changed since the last start in this run directory (%s): %s",
-            kept.name,
-            "; ".join(changes),
-        )
+    return [f"{key}: {value_text(old)} -> {value_text(new)}" for key, (old, new) in values.items() if old != new]
+
+
+def _log_changes(kept: Path, config: RunConfig) -> None:
+    changes = changed_keys(kept, config)
+    if changes is None:
+        logger.warning("%s cannot be read, so what has changed since then is unknown", kept)
+    elif changes:
+        text = "the configuration has changed since the last start in this run directory (%s): %s"
+        logger.warning(text, kept.name, "; ".join(changes))
 
 
 def _free_directory(name: str, clock: Callable[[], float]) -> Path:

@@ -18,6 +18,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +113,6 @@ class WandbSink:
 
 def _settings(config: RunConfig, run_dir: RunDir) -> dict[str, object]:
     """Arguments of `wandb.init`."""
-    from trainer.config.plain import to_plain
-
     telemetry = config.telemetry
     return {
         "project": telemetry.wandb_project,
@@ -124,7 +123,7 @@ def _settings(config: RunConfig, run_dir: RunDir) -> dict[str, object]:
         "id": run_id(run_dir.wandb_run_id),
         "resume": "allow",
         "dir": str(run_dir.path),
-        "config": to_plain(config),
+        "config": asdict(config),
     }
 
 

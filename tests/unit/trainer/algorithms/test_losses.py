@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.trainer.config.test_rules import config_with, keys_refused
+from tests.unit.trainer.config.test_rules import keys_refused
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.losses import LossInputs, kl_penalty, policy_loss, value_loss
-from trainer.config.algorithm import LOSS_KEYS, SELECTING_LOSSES, AlgorithmConfig, CorrectionConfig, LossName, Objective
+from trainer.config.algorithm import LOSSES as LOSS_TRAITS
+from trainer.config.algorithm import SELECTING_LOSSES, AlgorithmConfig, CorrectionConfig, LossName, Objective
 
 LOSSES = get_args(LossName)
 SELECTION_KEYS = {"cov_frac", "cov_min", "cov_max"}
@@ -283,12 +284,11 @@ def test_every_key_changes_the_gradient_under_every_objective_that_accepts_its_l
     ages = torch.from_numpy(np.random.default_rng(0).integers(1, 4, len(inputs.logprobs_L)))
     accepted = []
     for loss in LOSSES:
-        keys = {"algorithm__loss": loss, "algorithm__correction__objective": objective, "mode__max_staleness": 3}
-        if loss == "reinforce" or keys_refused(config_with(**keys)):
+        if loss == "reinforce" or keys_refused(f"a.loss={loss} c.objective={objective} mode.max_staleness=3"):
             continue
         accepted.append(loss)
         plain = corrected_gradient(inputs, ages, objective, config_for(loss))
-        for key in set(LOSS_KEYS[loss]) - SELECTION_KEYS:
+        for key in set(LOSS_TRAITS[loss].keys) - SELECTION_KEYS:
             changed = corrected_gradient(inputs, ages, objective, config_for(loss, **{key: moved[key]}))
             assert not np.array_equal(plain, changed), (loss, key)
     if objective == "decoupled":

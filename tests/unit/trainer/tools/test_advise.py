@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +10,6 @@ from msgspec.structs import replace
 
 from tests.fakes.played_run import facts_of, play
 from trainer.config.compose import load_config
-from trainer.config.plain import to_plain
 from trainer.tools.advise import SURE_STEPS, Diagnosis, Recommendation, diagnose, format_report, recommend
 from trainer.tools.advise import splits_of as splits_of_facts
 from trainer.tools.run_records import StepLine, steady
@@ -165,7 +165,7 @@ def test_the_larger_bound_covers_as_much_time_as_today_and_waits_for_closed_slot
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
 def test_a_run_accepts_the_bound_that_it_is_advised(mode: str) -> None:
     cfg = load_config([f"mode={mode}"])
-    sections = {name: to_plain(cfg)[name] for name in ("mode", "learner", "rollout")}
+    sections = {name: asdict(cfg)[name] for name in ("mode", "learner", "rollout")}
     _, told = advice(5.0, 4.0, **sections) if mode == "sync" else judged(play(9.0, 6.0)[0][5:], full_s=4.0, **sections)
     assert told.keys["mode.max_staleness"] == cfg.mode.max_staleness + 1
     assert load_config([f"mode={mode}", *told.arguments.split()]).mode.name == "async"
