@@ -203,7 +203,7 @@ class RolloutConfig:
     """Whether every request has its own seed, which a reproducible run needs and which costs an engine some speed;
     otherwise the engines draw from `seed` in the order of their work. null is true with `mode.max_staleness=0` and
     false above, where timing decides what is trained."""
-    stop_token_ids: list[Int] = Field(default_factory=list)
+    stop_token_ids: list[Int] = Field(default_factory=list[int])
     """Tokens that end a response, in addition to the end tokens of the model's generation config and of the tokenizer.
     Like these they are part of the response and trained. Evaluation uses them too."""
     stop: list[str] = Field(default_factory=list)
