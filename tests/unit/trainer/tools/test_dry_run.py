@@ -45,8 +45,8 @@ def run_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     build_tokenizer().save_pretrained(tmp_path / "model")
 
     def run(*args: str) -> tuple[int, str, str]:
-        code = main(args)
-        return code, *capsys.readouterr()
+        code, shown = main(args), capsys.readouterr()
+        return code, shown.out, shown.err
 
     return run
 
