@@ -15,6 +15,7 @@ from tests.house.source import ROOT, Module, docstrings, modules
 from trainer.config.cli import parse
 from trainer.config.compose import resolve
 from trainer.config.docs import configuration_markdown
+from trainer.config.plain import RENAMED as RENAMED_KEYS
 from trainer.telemetry.metrics import METRICS, RENAMED, find_row, metrics_markdown
 
 if TYPE_CHECKING:
@@ -88,6 +89,14 @@ def test_every_metric_named_in_the_code_has_a_row() -> None:
     named = ((where, name) for where, name in metric_names() if name not in {*RENAMED, *RENAMED.values()})
     unknown = sorted(f"{where} {name}" for where, name in named if find_row(name) is None)
     assert not unknown, "add a row to trainer/telemetry/metrics.py for:\n" + "\n".join(unknown)
+
+
+def test_no_document_uses_an_earlier_name_of_a_key_or_a_metric() -> None:
+    earlier = re.compile("|".join(rf"(?<![\w./]){re.escape(name)}(?![\w/])" for name in (*RENAMED, *RENAMED_KEYS)))
+    texts = {
+        path.name: path.read_text(encoding="utf-8") for path in documents() if path.name != "benchmarks_history.md"
+    }
+    assert not {name: found for name, text in texts.items() if (found := earlier.findall(text))}
 
 
 def in_producers(module: Module) -> bool:

@@ -92,7 +92,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(list(argv))
     actions: tuple[Action, ...] = ("help", "version", "show_config", "dry_run")
-    action: Action = next((one for one in actions if getattr(args, one)), "run")
+    chosen: list[Action] = [one for one in actions if getattr(args, one)]
+    action: Action = chosen[0] if chosen else "run"
     _check_planned("--device-memory-gib", args.device_memory_gib, "for other devices", action)
     _check_planned("--response-tokens", args.response_tokens, "for responses of another length", action)
     return CommandLine(
