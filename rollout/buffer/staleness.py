@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 
 class StalenessViolation(Exception):
-    """A group is older than it may be: a broken promise of this module or of its caller, never a normal event."""
+    """A group is older than the bound: a bug of this module or of its caller, never a normal event."""
 
 
 class GroupKey(NamedTuple):

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 # Regular expressions of the files that may import a library, by library.
 PLACES = {
-    "ray": r".*/worker\.py|.*/actor\.py|trainer/learner/group\.py|trainer/driver/(cluster|actors)\.py|"
+    "ray": r".*/actor\.py|trainer/learner/group\.py|trainer/driver/(cluster|actors)\.py|"
     r"rollout/fleet/engine_client\.py|trainer/remote\.py",
     "vllm": r"rollout/engine/(vllm_engine|vllm_config|vllm_process)\.py|"
     r"weight_sync/(vllm_extension|vllm_compat|lora|fallback|bench/engines)\.py",
-    "hydra": r"trainer/config/compose\.py|trainer/__main__\.py",
-    "omegaconf": r"trainer/config/compose\.py|trainer/__main__\.py",
+    "hydra": r"trainer/config/compose\.py",
+    "omegaconf": r"trainer/config/compose\.py",
 }
 
 VENDORS = re.compile(r"(?<![a-z])(cuda|hip|rocm|npu|nccl|hccl)(?![a-z])", re.IGNORECASE)

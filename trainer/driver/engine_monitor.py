@@ -33,8 +33,6 @@ POLL_S = 0.5
 REPLY_S = 5.0
 PROMPT_S = 0.1
 """A live engine has mostly replied by then."""
-SILENCE_S = 120.0
-"""Longer than any step of a model and whatever is compiled on the way; far shorter than a request's deadline."""
 
 
 class EngineProbe:
@@ -51,7 +49,7 @@ class EngineProbe:
         self.num_polls = 0
         """That it has replied to."""
         self.poll: asyncio.Task[None] | None = None
-        self._name, self._actor, self._silence_timeout_s, self._lose = name, actor, heartbeat_timeout_s, on_lost
+        self._name, self._actor, self._heartbeat_timeout_s, self._lose = name, actor, heartbeat_timeout_s, on_lost
         self._silent_s = 0.0
 
     @property
@@ -74,7 +72,7 @@ class EngineProbe:
             return
         self.load, self._silent_s = load, 0.0
         self.num_polls += 1
-        if load.still_s > self._silence_timeout_s:
+        if load.still_s > self._heartbeat_timeout_s:
             self._lose(f"it has requests and gave no token for {load.still_s:.0f} s")
 
     def _on_no_reply(self, error: Exception) -> None:
@@ -86,7 +84,7 @@ class EngineProbe:
             log.warning("%s did not report its load: %s", self._name, one_line(first_cause(error)))
         # Counted in polls and not by a clock: where this process itself stood still, no engine was silent.
         self._silent_s += POLL_S + waited_s
-        if self._silent_s > self._silence_timeout_s:
+        if self._silent_s > self._heartbeat_timeout_s:
             self._lose(f"it answered no poll for {self._silent_s:.0f} s")
 
 

@@ -26,7 +26,7 @@ from rollout.fleet.engine_client import is_actor_lost
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import EngineRecord, EngineView, FleetView, apply
 from rollout.worker.group_server import FLUSH_S
-from trainer.driver.engine_monitor import POLL_S, PROMPT_S, SILENCE_S, EngineIdleMeter, EngineProbe, load_metrics
+from trainer.driver.engine_monitor import POLL_S, PROMPT_S, EngineIdleMeter, EngineProbe, load_metrics
 from trainer.errors import first_cause, one_line
 from trainer.remote import ACTOR_OUTPUT, RemoteTimeout, call, cancel_call, kill_actor
 
@@ -223,7 +223,7 @@ class Fleet:
         workers: Sequence[Any],
         *,
         group_timeout_s: float,
-        heartbeat_timeout_s: float = SILENCE_S,
+        heartbeat_timeout_s: float,
         max_engine_restarts: int = 0,
         max_worker_restarts: int = 0,
         restart_engine: Callable[[str, int], Awaitable[int | None]] | None = None,
@@ -242,7 +242,7 @@ class Fleet:
         """
         self._engines = engines
         self._workers = [self._client(f"rollout worker {index}", actor) for index, actor in enumerate(workers)]
-        self._group_timeout_s, self._silence_timeout_s = group_timeout_s + GROUP_GRACE_S, heartbeat_timeout_s
+        self._group_timeout_s, self._heartbeat_timeout_s = group_timeout_s + GROUP_GRACE_S, heartbeat_timeout_s
         # Half: an engine seems to wait for a worker that does not read its stream, and would look silent with it.
         self._worker_timeout_s = heartbeat_timeout_s / 2
         self._restart_engine_actor, self._restart_worker_actor = restart_engine, restart_worker
@@ -264,7 +264,7 @@ class Fleet:
 
     def _probe(self, name: str) -> EngineProbe:
         lose = partial(self._lose_engine, name, self._table[name].incarnation)
-        return EngineProbe(name, self._engines[name], heartbeat_timeout_s=self._silence_timeout_s, on_lost=lose)
+        return EngineProbe(name, self._engines[name], heartbeat_timeout_s=self._heartbeat_timeout_s, on_lost=lose)
 
     # What others read
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import BufferClosed, NoProgress
+from rollout.buffer.staleness import StalenessViolation
 from rollout.types import Group
 from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
 from trainer.data.batch import TrainBatch
@@ -53,10 +54,6 @@ MIN_SCORED = 2
 REWARDS_FAILED = "rewards_failed"
 CLOCK_RESOLUTION_S = 1e-3
 """A timer may be early by so much."""
-
-
-class StalenessViolation(RuntimeError):
-    """A group is older than the bound when it is about to be trained: a bug, never a condition to live with."""
 
 
 class StallTimeout(RuntimeError):
@@ -477,7 +474,7 @@ def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int
         raise StalenessViolation(
             f"a step of version {version} with max_staleness={max_staleness} got groups that began at version "
             f"{', '.join(f'{began} (group {group})' for group, began in sorted(old.items()))}; "
-            "this is a bug in the work buffer"
+            "this is a bug in the rollout buffer"
         )
 
 

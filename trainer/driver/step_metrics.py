@@ -352,7 +352,7 @@ def sync_record(report: SyncReport) -> dict[str, object]:
 
 
 def buffer_record(stats: BufferStats) -> dict[str, object]:
-    """Metrics of the work buffer; counts by reason become one metric each."""
+    """Metrics of the rollout buffer; counts by reason become one metric each."""
     record: dict[str, object] = {"discarded_tokens": stats.discarded_tokens}
     for name, value in asdict(stats).items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Rollout workers that are killed in mid-run: real Ray, fleet, work buffer and
+"""Rollout workers that are killed in mid-run: real Ray, fleet, rollout buffer and
 rollout workers around scripted engines, each in a process of its own."""
 
 from __future__ import annotations

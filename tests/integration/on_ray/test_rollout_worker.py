@@ -102,7 +102,7 @@ async def is_idle(engine: Any) -> bool:
 
 async def test_requests_that_an_engine_gives_up_go_on_in_another_one(engines: dict[str, Any], start: Any) -> None:
     worker = await start(engines, group_size=4, repacking=ConsolidationRule(below=8, most=64))
-    fleet = Fleet(engines, [worker], group_timeout_s=60.0)
+    fleet = Fleet(engines, [worker], group_timeout_s=60.0, heartbeat_timeout_s=120.0)
     watch = asyncio.create_task(fleet.watch(needs_groups=lambda: True, needs_engines=lambda: True))
     groups = await asyncio.gather(*(fleet.run_group(item(index)) for index in range(2)))
     for group in groups:
@@ -125,7 +125,7 @@ async def test_a_cancelled_group_and_a_cancelled_evaluation_are_aborted_in_the_e
     await until(lambda: is_idle(engine))
     assert 0 < (await engine.load.remote()).generated_tokens - before < 2 * 4000
 
-    fleet = Fleet({}, [worker], group_timeout_s=600.0)
+    fleet = Fleet({}, [worker], group_timeout_s=600.0, heartbeat_timeout_s=120.0)
     prompts = [prompt(index) for index in range(6)]
     short = SamplingParams(max_tokens=2, temperature=0.0)
     assert len(await fleet.evaluate(prompts, short, "e0", range(6))) == 6
@@ -153,7 +153,7 @@ async def test_a_group_that_the_driver_gives_up_ends_in_the_worker_and_the_engin
     slow.write_text("import time\ndef reward(**_):\n    time.sleep(600)\n")
     engine, reward = engines["e0"], f"{slow}:reward"
     worker = await start({"e0": engine}, reward=reward, reward_timeout_s=600.0, reward_processes=1)
-    fleet = Fleet({}, [worker], group_timeout_s=8.0 - GROUP_GRACE_S)
+    fleet = Fleet({}, [worker], group_timeout_s=8.0 - GROUP_GRACE_S, heartbeat_timeout_s=120.0)
     first = asyncio.create_task(fleet.run_group(item(0)))
     await asyncio.sleep(4.0)  # more than the 1.8 s that an answer takes
     second = asyncio.create_task(fleet.run_group(item(1)))

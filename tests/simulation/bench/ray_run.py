@@ -1,6 +1,6 @@
 """A run with the real Ray whose replicas and learner ranks are scripted, to see what the driver has to do.
 
-    driver: loops, work buffer, fleet, batch building, learner group, metric sinks     all real; it is measured
+    driver: loops, rollout buffer, fleet, batch building, learner group, metric sinks     all real; it is measured
     2 rollout worker actors: the real shell and worker, on replicas that sample arithmetic   actors.py
     2 learner rank actors: fetch their micro-batches from the object store, count tokens     actors.py
 

@@ -673,6 +673,7 @@ class Losing(ScriptedDriver):
             {name: LocalActor(Idle()) for name in self.members},
             [LocalActor(Idle())],
             group_timeout_s=1e6,
+            heartbeat_timeout_s=120.0,
             max_engine_restarts=self._cfg.rollout.max_engine_restarts,
             restart_engine=self._restart,
             sync_states=lambda: self.members,
