@@ -133,7 +133,7 @@ async def watched(worker: RolloutWorker, *engines: Any, **settings: Any) -> Asyn
     fleet = Fleet(
         {engine.name: LocalActor(engine) for engine in engines},
         [LocalActor(ServedWorker(worker))],
-        **({"group_timeout_s": 1e6} | settings),
+        **({"group_timeout_s": 1e6, "heartbeat_timeout_s": 120.0} | settings),
     )
     watch = asyncio.create_task(fleet.watch(needs_groups=lambda: False, needs_engines=lambda: True))
     try:

@@ -121,6 +121,7 @@ class Simulation:
             _Engines(self.fleet),
             self.workers,
             group_timeout_s=2 * REQUEST_TIMEOUT_S,
+            heartbeat_timeout_s=120.0,
             max_engine_restarts=self.plan.max_restarts,
             max_worker_restarts=1_000_000,
             restart_engine=self._restart_engine,

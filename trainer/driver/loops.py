@@ -16,8 +16,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rollout.errors import BufferClosed, NoProgress
 from rollout.buffer.staleness import StalenessViolation
+from rollout.errors import BufferClosed, NoProgress
 from rollout.types import Group
 from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
 from trainer.data.batch import TrainBatch

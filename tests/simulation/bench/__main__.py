@@ -1,7 +1,7 @@
 """What the driver costs: processor time and memory per trajectory and group, against the load and the length of a run.
 
-By default the real loops, rollout buffer, worker pool, rollout worker, dispatch, router, batcher and metric sinks run in
-one process around scripted replicas, learner and weight sync, in virtual time, so that nothing but work is measured
+By default the real loops, rollout buffer, fleet, rollout worker, scheduler, batch building and metric sinks run in one
+process around scripted replicas, learner and weight sync, in virtual time, so that nothing but work is measured
 (tests/simulation/world.py). With `--ray` rollout workers and learner ranks are Ray actors, in real time, and only the
 driver is measured (tests/simulation/bench/ray_run.py). Every case has a process of its own.
 

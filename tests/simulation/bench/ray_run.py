@@ -211,7 +211,7 @@ async def _train(
 ) -> TrainingRun:
     """As `Driver._train`, until the last step."""
     source = PromptSource(_prompts(case.prompt_tokens), seed=0, shuffle=True)
-    fleet = Fleet({}, workers, group_timeout_s=REQUEST_TIMEOUT_S)
+    fleet = Fleet({}, workers, group_timeout_s=REQUEST_TIMEOUT_S, heartbeat_timeout_s=120.0)
     sync: Any = _Sync(workers)
     state = RunState(started_at=time.time(), wall_clock=time.time)
     nothing: Any = None

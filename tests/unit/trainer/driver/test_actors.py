@@ -348,7 +348,9 @@ def test_a_timeout_inside_an_actor_is_passed_on_as_it_is() -> None:
             raise TimeoutError("no sample ended")
 
     with pytest.raises(TimeoutError, match="no sample ended"):
-        run_virtual(Fleet({}, [LocalActor(OutOfTime())], group_timeout_s=100.0, heartbeat_timeout_s=120.0).run_group(REQUEST))
+        run_virtual(
+            Fleet({}, [LocalActor(OutOfTime())], group_timeout_s=100.0, heartbeat_timeout_s=120.0).run_group(REQUEST)
+        )
     ref: Any = HandActor(start=TimeoutError("no sample ended")).start.remote()
     with pytest.raises(TimeoutError, match=r"^no sample ended$"):
         run_virtual(call(ref, timeout_s=5.0, who="a", what="b", hint="c"))
