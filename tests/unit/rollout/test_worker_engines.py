@@ -186,7 +186,12 @@ async def test_a_worker_sends_a_new_group_past_an_engine_that_others_fill() -> N
     engines = [FakeEngine("e0", said_load=CALM, hangs=True), FakeEngine("e1", said_load=CALM)]
     first, second = worker(*engines), worker(*engines)
     actors = {engine.name: LocalActor(engine) for engine in engines}
-    fleet = Fleet(actors, [LocalActor(ServedWorker(first)), LocalActor(ServedWorker(second))], group_timeout_s=1e6)
+    fleet = Fleet(
+        actors,
+        [LocalActor(ServedWorker(first)), LocalActor(ServedWorker(second))],
+        group_timeout_s=1e6,
+        heartbeat_timeout_s=120.0,
+    )
     watch = asyncio.create_task(fleet.watch(needs_groups=lambda: False, needs_engines=lambda: True))
     hanging = asyncio.create_task(first.run_group(item()))
     await asyncio.sleep(3 * POLL_S)

@@ -521,7 +521,7 @@ class Server(ServesGroups):
 
 def serving(server: Server) -> tuple[Fleet, Callable[[int], asyncio.Task[Group]]]:
     """A fleet of this worker, and what begins a group there."""
-    fleet = Fleet({}, [LocalActor(server)], group_timeout_s=100.0)
+    fleet = Fleet({}, [LocalActor(server)], group_timeout_s=100.0, heartbeat_timeout_s=120.0)
     return fleet, lambda group_id: asyncio.create_task(fleet.run_group(request(group_id)))
 
 
