@@ -292,9 +292,12 @@ class RolloutBuffer:
                 f"steps {steps} make at most one version each after version {self._version}, but step {step} was "
                 f"released with version {version}"
             )
+        before = self._newest_version
         for earlier in steps:
             self._counts["trained"] += len(taken.pop(earlier))
         self._version = version
+        if self._newest_version < before:  # a step made no version, so old groups have longer than `take` thought
+            self._may_take.set()
         self._notify()
 
     # --- shutdown, statistics, resume --------------------------------------------------------------------------------

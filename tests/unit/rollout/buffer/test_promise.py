@@ -34,6 +34,8 @@ class World:
     """Of the waits of the learner: it says so, and slots are opened."""
     seed: int
     num_steps: int = 12
+    unchanged_frac: float = 0.0
+    """Of the steps: they change no weight, so they make no version."""
 
 
 worlds = st.builds(
@@ -49,6 +51,7 @@ worlds = st.builds(
     supersede_frac=st.sampled_from([0.0, 0.5]),
     opens_frac=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 2**32),
+    unchanged_frac=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
 )
 
 
@@ -72,9 +75,14 @@ class Simulation:
     possible_since: float | None = None
     taking: int | None = None
     live: int = 0
+    version: int = 0
+    """The newest that was made."""
+    last_steps: dict[int, int] = field(default_factory=dict)
+    """Version -> the last step that ended with it, until it is released."""
+    unreleased: set[int] = field(default_factory=set)
 
-    async def run(self, first_step: int = 0) -> None:
-        self.live = first_step
+    async def run(self, first_step: int = 0, version: int = 0) -> None:
+        self.live = self.version = version
         queue: asyncio.Queue[tuple[int, list[Group]]] = asyncio.Queue(1)
         workers = [self.rollout_loop() for _ in range(self.world.num_workers)]
         background = [
@@ -137,6 +145,7 @@ class Simulation:
             now = asyncio.get_running_loop().time()
             assert self.possible_since == now, f"take waited from {self.possible_since} to {now}"
             self.taking = None
+            self.unreleased.add(step)
             for group in groups:
                 assert group.start_version == self.start_version.pop(group.group_id)
                 self.ready.remove(group.group_id)
@@ -151,7 +160,9 @@ class Simulation:
         chosen = ready[: self.world.groups_per_step]
         behind = [version for group_id, version in self.start_version.items() if group_id not in chosen]
         limits = {"groups_per_step": self.world.groups_per_step, "max_staleness": self.world.max_staleness}
-        if len(chosen) == self.world.groups_per_step and is_kept(behind, self.taking + 1, **limits):
+        trains = self.live + len(self.unreleased)  # at most: each step that is not released may have made a version
+        assert trains == self.taking or self.world.unchanged_frac
+        if len(chosen) == self.world.groups_per_step and is_kept(behind, trains + 1, **limits):
             self.possible_since = asyncio.get_running_loop().time()
 
     async def train_loop(self, first_step: int, queue: asyncio.Queue[tuple[int, list[Group]]]) -> None:
@@ -161,31 +172,42 @@ class Simulation:
                 self.buffer.grow_slots()
             step, groups = await queue.get()
             for group in groups:
-                assert 0 <= step - group.start_version <= self.world.max_staleness
+                assert 0 <= self.version - group.start_version <= self.world.max_staleness
             await asyncio.sleep(self.world.train_s)
             self.trained.append((step, groups))
             for group in groups:
                 self.fate[group.prompt_id] += 1
-            pending = asyncio.create_task(self.sync(step, pending))
+            is_new = self.rng.random() >= self.world.unchanged_frac
+            self.version += is_new
+            self.last_steps[self.version] = step
+            if is_new:
+                pending = asyncio.create_task(self.sync(self.version, pending))
+            elif self.live == self.version:
+                self.release(self.version)
 
-    async def sync(self, step: int, before: asyncio.Task[None] | None) -> None:
+    async def sync(self, version: int, before: asyncio.Task[None] | None) -> None:
         """Weights land in order, but some are overtaken by newer ones and never land themselves."""
         await asyncio.sleep(self.rng.random() * self.world.sync_s)
         if before is not None:
             await before
-        is_newest = self.trained[-1][0] == step
-        if is_newest or self.rng.random() >= self.world.supersede_frac:
-            self.buffer.release(step, version=step + 1)
-            self.live = step + 1
+        if self.version == version or self.rng.random() >= self.world.supersede_frac:
+            self.release(version)
+
+    def release(self, version: int) -> None:
+        step = max(self.last_steps.pop(made) for made in sorted(self.last_steps) if made <= version)
+        self.buffer.release(step, version=version)
+        self.live = version
+        self.unreleased = {one for one in self.unreleased if one > step}
+        self.look()
 
 
-def new_buffer(world: World, version: int = 0) -> RolloutBuffer:
+def new_buffer(world: World, step: int = 0, version: int = 0) -> RolloutBuffer:
     return RolloutBuffer(
         groups_per_step=world.groups_per_step,
         max_staleness=world.max_staleness,
         max_retries=2,
         max_filtered_batches_per_step=1000,
-        step=version,
+        step=step,
         version=version,
     )
 
@@ -214,18 +236,20 @@ def test_no_group_is_too_old_none_is_discarded_and_no_take_waits_longer_than_it_
 def test_a_resumed_run_keeps_the_promise_and_loses_no_prompt(world: World, stop_at: int) -> None:
     """Killed after step `stop_at`; the second life starts from the checkpoint with other timings."""
 
-    async def life(buffer: RolloutBuffer, first_step: int, num_steps: int, fate: Counter[str]) -> Simulation:
+    async def life(
+        buffer: RolloutBuffer, first_step: int, version: int, num_steps: int, fate: Counter[str]
+    ) -> Simulation:
         shorter = World(**{**vars(world), "num_steps": num_steps})
         rng = random.Random(world.seed + first_step)
         simulation = Simulation(world=shorter, buffer=buffer, rng=rng, fate=fate, first_prompt=len(fate))
-        await simulation.run(first_step)
+        await simulation.run(first_step, version)
         return simulation
 
-    first = run_virtual(life(new_buffer(world), 0, stop_at, Counter()))
+    first = run_virtual(life(new_buffer(world), 0, 0, stop_at, Counter()))
     state = first.buffer.state_dict(stop_at)
-    resumed = new_buffer(world, version=stop_at)
+    resumed = new_buffer(world, stop_at, first.version)
     resumed.load_state_dict(state, new_prompt)
-    second = run_virtual(life(resumed, stop_at, world.num_steps, first.fate))
+    second = run_virtual(life(resumed, stop_at, first.version, world.num_steps, first.fate))
     assert second.buffer.stats().discarded_tokens == 0
     last = stop_at + world.num_steps
     owed = Counter(entry["prompt_id"] for entry in second.buffer.state_dict(last)["prompts"])
