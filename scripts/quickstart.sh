@@ -16,7 +16,7 @@ if [ -n "$shows" ]; then exit "$code"; fi
 case $code in
   0) printf '\n%s\n' "Done. Metrics: metrics.jsonl and tb/ in the run directory; timeline: trace.json at ui.perfetto.dev." \
        "Next: docs/quickstart.md, or .venv/bin/python -m trainer --help" ;;
-  130) printf '\nInterrupted. The same command with run_dir=DIRECTORY goes on from the last checkpoint.\n' ;;
+  130) printf '\nInterrupted. The same command with run_dir=DIRECTORY resumes from the last checkpoint.\n' ;;
   2) printf '\nThe run cannot be made as configured; what to change is above.\n' >&2 ;;
   *) printf '\nThe run ended with exit code %s; the reason is above, and in log.txt of the run directory.\n' "$code" >&2 ;;
 esac

@@ -36,7 +36,7 @@ def call(repository: Path, script: str, *arguments: str, code: int = 0) -> subpr
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(0, "Done."), (1, "log.txt of the run directory"), (2, "what to change is above"), (130, "goes on from the last")],
+    [(0, "Done."), (1, "log.txt of the run directory"), (2, "what to change is above"), (130, "resumes from the last")],
 )
 def test_a_run_that_ended_is_told_by_its_code(repository: Path, code: int, words: str) -> None:
     result = call(repository, "quickstart.sh", "seed=1", code=code)
