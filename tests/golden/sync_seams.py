@@ -1,0 +1,791 @@
+"""Where weight sync's things are and what they are called: of its golden parts, the only file that a rebuild changes.
+
+Everything here takes plain values and gives plain values back, in words that hold for any implementation: a version is
+`held` in a slot, whether by leases or by pins; a plan is what it copies; an error has the name in `ERRORS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import time
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import weight_sync
+from tests.fakes.coordinator_process import CoordinatorProcess
+from tests.fakes.derived_engine import DerivedEngine, ToyReloader, checkpoint_params
+from tests.fakes.forks import PARTIES, RANKS, forks
+from tests.fakes.publisher_process import PublisherProcess
+from tests.fakes.replica_process import Patience
+from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
+from tests.fakes.virtual_time import run_virtual
+from tests.fakes.weight_job import WeightJob
+from tests.golden.clocks import logged
+from tests.golden.sync_engines import PACKED, Saved
+from weight_sync import coordinator as coordinators
+from weight_sync import errors, members
+from weight_sync.arena import Arena, SlotTable
+from weight_sync.control import PollRequest, PrefetchRequest, Progress
+from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.device.errors import DeviceError
+from weight_sync.device.select import get_backend
+from weight_sync.layout import local_shards
+from weight_sync.lora import AdapterSlot
+from weight_sync.plan import DTYPE_BYTES, build_manifest, verify_manifest
+from weight_sync.recorder import record
+from weight_sync.types import EngineParam, ParamMeta, RecordedCopy, ReplicaTimes, ShardDesc, SyncReport, WorkerLayout
+from weight_sync.wire import CommitResult, PackReport, PullReport, Reply, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+    from tests.golden.sync_engines import Held, LoraLinear
+
+# Names
+
+ERRORS = {
+    "PlanMismatch": errors.PlanMismatch,
+    "SlotOverwritten": errors.LeaseExpired,
+    "PullTimeout": errors.PullTimeout,
+    "DigestMismatch": errors.DigestMismatch,
+    "ReplicaDirty": errors.ReplicaDirty,
+    "PublisherLost": errors.PublisherLost,
+    "StaleEpoch": errors.StaleEpoch,
+    "VersionUnavailable": errors.VersionUnavailable,
+    "TransportUnusable": errors.TransportUnusable,
+    "RelayStalled": errors.RelayStalled,
+    "WeightSyncError": errors.WeightSyncError,
+    "DeviceError": DeviceError,
+}
+"""Golden name -> the class that says so."""
+PUBLIC = {
+    "coordinator": "SyncCoordinator",
+    "options": "SyncOptions",
+    "report": "SyncReport",
+    "publisher": "WeightPublisher",
+    "receiver": "WeightReceiver",
+    "service of a worker": "WorkerService",
+    "handle of a publisher": "PublisherHandle",
+    "handle of a replica": "ReplicaHandle",
+    "replica in vLLM": "AsyncLLMReplica",
+    "extension of vLLM": "EXTENSION",
+    "version of vLLM is refused": "UnsupportedVllm",
+    "result of a commit": "CommitResult",
+    "state of replies": "reply_state",
+    "backend": "get_backend",
+    "shards of a model": "local_shards",
+}
+"""Role -> public name."""
+
+
+def told(error: BaseException) -> list[str]:
+    """[golden name, text] of an error; what differs from run to run is left out."""
+    kind = next((name for name, known in ERRORS.items() if type(error) is known), type(error).__name__)
+    return [kind, plain_text(str(error))]
+
+
+def plain_text(text: str) -> str:
+    for pattern, word in ((r"127\.0\.0\.1:\d+", "ADDRESS"), (r"0x[0-9a-f]+|\b[0-9a-f]{12,64}\b", "HEX")):
+        text = re.sub(pattern, word, text)
+    return text
+
+
+def public_roles() -> list[str]:
+    """Roles whose name can be looked up and is listed; errors are roles of their own."""
+    found = [role for role, name in PUBLIC.items() if name in weight_sync.__all__ and hasattr(weight_sync, name)]
+    named = [role for role, kind in ERRORS.items() if getattr(weight_sync, kind.__name__, None) is kind]
+    unknown = set(weight_sync.__all__) - {*PUBLIC.values(), *(kind.__name__ for kind in ERRORS.values())}
+    return [*found, *named, *(f"unknown: {name}" for name in sorted(unknown))]
+
+
+def fields_of(what: str) -> dict[str, Any]:
+    """Name -> default, or "needed"."""
+    kind: Any = {"options": SyncOptions, "report": SyncReport, "times of a replica": ReplicaTimes}[what]
+    return {
+        field.name: "needed" if field.default is msgspec.NODEFAULT else field.default
+        for field in msgspec.structs.fields(kind)
+    }
+
+
+def error_bases() -> dict[str, list[str]]:
+    """Golden name -> what it also is."""
+    return {
+        name: [other for other, base in ERRORS.items() if other != name and issubclass(kind, base)]
+        for name, kind in ERRORS.items()
+    }
+
+
+# Plans
+
+
+class EngineTensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "bfloat16"
+
+
+class Copied(NamedTuple):
+    """A box of a checkpoint tensor into a strided view of an engine's, in elements."""
+
+    source: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    to: str
+    offset: int
+    stride: tuple[int, ...]
+
+
+class Moves(NamedTuple):
+    came_from: list[dict[str, np.ndarray]]
+    """Of each worker: engine tensor -> for each of its bytes, which byte of which checkpoint tensor it becomes; -1 for
+    none."""
+    came_by: list[dict[str, np.ndarray]]
+    """... and by which rank."""
+    packed: list[int]
+    """Bytes of each rank."""
+    dtypes: dict[str, str]
+    """Of checkpoint tensors as they are sent."""
+
+
+def moves(saved: Sequence[Saved], held: Sequence[Held], engines: Sequence[Any]) -> Moves:
+    """Records the engines' loaders, plans, and carries the plan out on numbers that say where they are from."""
+    params = _params(saved)
+    layouts = [_recorded(engine, params, worker) for worker, engine in enumerate(engines)]
+    manifest = build_manifest(epoch=1, params=params, shards=_shards(held), workers=layouts)
+    verify_manifest(manifest)
+    dtypes = {meta.name: meta.dtype for meta in manifest.params}
+    rows = {(h.rank, h.name): (h.start, h.stop) for h in held}
+    full, offset = {}, 0
+    for meta in manifest.params:
+        width = DTYPE_BYTES[meta.dtype]
+        size = int(np.prod(meta.shape, dtype=np.int64)) * width
+        full[meta.name] = np.arange(offset, offset + size).reshape(*(meta.shape or (1,)), width)
+        offset += size
+    arenas = {plan.rank: np.full(plan.arena_bytes, -2) for plan in manifest.pack}
+    for plan in manifest.pack:
+        for item in plan.items:
+            first, stop = rows[plan.rank, item.param]
+            shard = full[item.param][first:stop]
+            box = shard[tuple(slice(a, a + n) for a, n in zip(item.start, item.size, strict=True))]
+            arenas[plan.rank][item.arena_off : item.arena_off + item.nbytes] = box.ravel()
+    came_from = [_bytes_of(layout) for layout in layouts]
+    came_by = [_bytes_of(layout) for layout in layouts]
+    for plan in manifest.pull:
+        for run in plan.runs:
+            to = slice(run.dst_off, run.dst_off + run.nbytes)
+            read = arenas[run.src_rank][run.src_off : run.src_off + run.nbytes]
+            assert read.min() >= 0, "padding is read"
+            came_from[plan.worker][run.dst_param][to] = read
+            came_by[plan.worker][run.dst_param][to] = run.src_rank
+    packed = [sum(item.nbytes for item in plan.items) for plan in sorted(manifest.pack, key=lambda plan: plan.rank)]
+    return Moves(came_from, came_by, packed, dtypes)
+
+
+def refused_plan(
+    saved: Sequence[Saved], held: Sequence[Held], workers: Sequence[tuple[Sequence[EngineTensor], Sequence[Copied]]]
+) -> list[str]:
+    """Why these cannot become a plan."""
+    layouts = [
+        WorkerLayout(
+            worker=number,
+            params=tuple(EngineParam(**tensor._asdict()) for tensor in tensors),
+            copies=tuple(
+                RecordedCopy(
+                    src_param=c.source, src_start=c.start, src_size=c.size, dst_param=c.to, dst_offset=c.offset,
+                    dst_stride=c.stride,
+                )
+                for c in copies
+            ),
+        )
+        for number, (tensors, copies) in enumerate(workers)
+    ]  # fmt: skip
+    return _error_of(lambda: build_manifest(epoch=1, params=_params(saved), shards=_shards(held), workers=layouts))
+
+
+def refused_loader(saved: Sequence[Saved], engine: torch.nn.Module) -> list[str]:
+    """Why a loader cannot be recorded."""
+    return _error_of(lambda: record(engine, _params(saved), worker=0))
+
+
+def adapter_slot(layers: Mapping[str, LoraLinear]) -> torch.nn.Module:
+    """The adapter of these layers, as a model that can be recorded."""
+    return AdapterSlot(layers, PACKED, targets=("q_proj", "v_proj", "o_proj"))
+
+
+def derived_engines(tp: int) -> tuple[list[Saved], list[Any]]:
+    """A checkpoint, and engines that keep something else of it than they load."""
+    saved = [Saved(meta.name, meta.shape, meta.dtype) for meta in checkpoint_params()]
+    return saved, [DerivedEngine(place, tp) for place in range(tp)]
+
+
+def _params(saved: Sequence[Saved]) -> tuple[ParamMeta, ...]:
+    return tuple(ParamMeta(**entry._asdict()) for entry in saved)
+
+
+def _shards(held: Sequence[Held]) -> list[ShardDesc]:
+    """Of several copies of the same rows, the first serves."""
+    return [
+        ShardDesc(param=h.name, rank=h.rank, row_start=h.start, row_stop=h.start if h.replica else h.stop) for h in held
+    ]
+
+
+def _recorded(engine: Any, params: Sequence[ParamMeta], worker: int) -> WorkerLayout:
+    reloader = ToyReloader(engine) if isinstance(engine, DerivedEngine) else None
+    return record(engine, params, worker=worker, reloader=reloader).layout
+
+
+def _bytes_of(layout: WorkerLayout) -> dict[str, np.ndarray]:
+    return {p.name: np.full(int(np.prod(p.shape, dtype=np.int64)) * DTYPE_BYTES[p.dtype], -1) for p in layout.params}
+
+
+def _error_of(call: Callable[[], Any]) -> list[str]:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what a user sees
+        return told(error)
+    return ["nothing", ""]
+
+
+# What learners hold
+
+
+def described(model: str, meshes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """What every rank of such meshes says that it holds of a model. In another process: ranks are played in turn."""
+    context = forks(*RANKS)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_describe, args=(theirs, model, dict(meshes)))
+    process.start()
+    theirs.close()
+    found = ours.recv()
+    process.join(30)
+    return found
+
+
+def _describe(answer: Connection, name: str, meshes: Mapping[str, tuple[int, ...]]) -> None:
+    answer.send({label: _described(name, mesh) for label, mesh in meshes.items()})
+
+
+def _described(name: str, mesh: tuple[int, ...]) -> dict[str, str]:
+    """Tensor -> dtype, shape, and the rows of each rank."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    found: dict[str, str] = {}
+    world = int(np.prod(mesh or (2,)))
+    for rank in range(world):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        metas, shards, tensors = local_shards(_learner_model(name, mesh, rank), rollout_dtype="bfloat16")
+        dist.destroy_process_group()
+        params = {meta.name: meta for meta in metas}
+        assert rank == 0 or list(params) == list(found), "ranks disagree"
+        for shard in shards:
+            meta, rows = params[shard.param], shard.row_stop - shard.row_start
+            words = found.setdefault(meta.name, f"{meta.dtype} {list(meta.shape)}:")
+            if rows:
+                assert tuple(tensors[meta.name].shape) == (rows, *meta.shape[1:]), shard
+                found[meta.name] = f"{words} {shard.row_start}-{shard.row_stop} of {shard.rank};"
+    return found
+
+
+def _learner_model(name: str, mesh: tuple[int, ...], rank: int) -> torch.nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfig
+
+    tiny: dict[str, Any] = {
+        "hidden_size": 24, "intermediate_size": 14, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 11,
+    }  # fmt: skip
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+    config = {
+        "dense": lambda: Qwen2Config(**tiny),
+        "tied": lambda: Qwen2Config(**tiny, tie_word_embeddings=True),
+        "experts": lambda: Qwen3MoeConfig(**tiny, **experts, mlp_only_layers=[1]),
+        "shared expert": lambda: Qwen2MoeConfig(**tiny, **experts, shared_expert_intermediate_size=4),
+    }[name]()
+    model: Any = AutoModelForCausalLM.from_config(config)
+    if mesh:
+        # DTensor caches meshes by value, and with them the rank they belong to.
+        names = tuple(f"{name.partition(' ')[0]}{'x'.join(map(str, mesh))}_{rank}_{dim}" for dim in range(len(mesh)))
+        devices = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=devices)
+        fully_shard(model, mesh=devices)
+    return model
+
+
+# Slots of a learner
+
+
+class Slots:
+    """The slots of one rank. A version is held by one party at most; holding it again gives it more time."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._table = SlotTable(num_slots)
+        self._packing: tuple[int, int] | None = None
+        self._held: dict[int, Any] = {}
+        self.now = 0.0
+
+    def pack(self, version: int) -> str:
+        """Begin; "waits" if no slot can be taken."""
+        try:
+            index = self._table.begin(version, now=self.now)
+        except ValueError as error:
+            return " ".join(told(error))
+        if index is None:
+            return "waits"
+        self._packing = (index, version)
+        return "packs"
+
+    def packed(self, *, is_good: bool) -> str:
+        """The pack has ended."""
+        assert self._packing is not None
+        (index, version), self._packing = self._packing, None
+        if is_good:
+            self._table.seal(index, version)
+        else:
+            self._table.abort(index)
+        return "sealed" if is_good else "free"
+
+    def hold(self, version: int, ttl_s: float) -> str:
+        try:
+            self._held[version] = self._table.lease(version, holder=str(version), ttl_s=ttl_s, now=self.now)
+        except errors.VersionUnavailable as error:
+            return told(error)[0]
+        return "held"
+
+    def let_go(self, version: int) -> str:
+        """Whether what was read is whole."""
+        if version not in self._held:
+            return "was not held"
+        lease = self._held.pop(version)
+        is_intact = self._table.release(lease.lease_id, slot=lease.slot, generation=lease.generation)
+        return "intact" if is_intact else "overwritten"
+
+    def states(self) -> list[str]:
+        """Of each slot, in no order."""
+        words = {"serving": "held"}
+        states = ((slot.state(self.now).value, slot.version) for slot in self._table.slots)
+        return sorted(words.get(state, state) + ("" if version is None else f" {version}") for state, version in states)
+
+
+# Membership
+
+
+class _Engine:
+    """A replica with one worker. `faults` are taken one after the other, each by the phase that it names."""
+
+    def __init__(self, name: str, learner: _Learner) -> None:
+        self.name = name
+        self.learner = learner
+        self.faults: list[tuple[str, str]] = []
+        self.is_paused = False
+        self.is_dead = False
+        self.version: int | None = None
+
+    def fault(self, phase: str) -> str:
+        found = next((fault for fault in self.faults if fault[0] == phase), None)
+        if found is None:
+            return ""
+        self.faults.remove(found)
+        self.is_dead = self.is_dead or found[1] == "dies"
+        return found[1]
+
+    async def call(self, method: str, *_: object, timeout_s: float) -> list[Any]:
+        if self.is_dead:
+            raise ConnectionError(f"{self.name} is gone")
+        return []
+
+    async def commit(self, version: int, method: str, *_: object, timeout_s: float) -> CommitResult:
+        how = self.fault("commit")
+        if self.is_dead:
+            raise ConnectionError(f"{self.name} is gone")
+        self.is_paused = True
+        await asyncio.sleep(timeout_s if how == "hangs" else 1.0)
+        if how == "hangs":
+            raise TimeoutError(f"{self.name} did not answer commit within {timeout_s:.1f} s")
+        self.is_paused = how == "dirty"
+        if how:
+            reply = Reply(ok=False, error="PullTimeout", message="the version did not arrive", dirty=how == "dirty")
+            return CommitResult(results=[encode(reply)], pause_s=1.0)
+        self.version = version
+        numbers = dict.fromkeys(("lease_s", "seal_s", "attest_s", "commit_s"), 0.1)
+        counts = dict.fromkeys(("nbytes", "num_runs"), 1) | dict.fromkeys(("num_retries", "num_stalls"), 0)
+        report = PullReport(
+            worker=0, version=version, pull_s=2.0, pull_by_source={0: 2.0}, counters={}, **numbers, **counts
+        )
+        return CommitResult(results=[encode(Reply(ok=True, value=encode(report)))], pause_s=1.0, drain_s=0.5)
+
+
+class _Learner:
+    """Keeps the last two versions, and what is being read."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.read: list[int] = []
+
+    async def publish(self, version: int) -> list[bytes]:
+        await asyncio.sleep(1.0)
+        self.versions = [*(v for v in self.versions[-1:] if v != version), version]
+        return [encode(PackReport(rank=0, version=version, slot=0, nbytes=1, wait_s=0.0, pack_s=1.0, counters={}))]
+
+    async def call(self, method: str, *_: object, timeout_s: float) -> Any:
+        return None
+
+
+class _Line:
+    """To an engine's worker. A pull takes two seconds, a slow one eight."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self._ends_at = 0.0
+        self._how = ""
+
+    async def ask(self, request: object, _kind: type, *, deadline_s: float) -> Progress:
+        engine, now = self._engine, asyncio.get_running_loop().time()
+        if isinstance(request, PrefetchRequest):
+            self._how = engine.fault("pull")
+            held = [*engine.learner.versions, *engine.learner.read]
+            if request.version not in held:
+                raise errors.VersionUnavailable(f"version {request.version} is not held here, held: {held}")
+            engine.learner.read.append(request.version)
+            self._ends_at = now + (8.0 if self._how == "is slow" else 2.0)
+        if engine.is_dead:
+            await asyncio.sleep(deadline_s)
+            raise TimeoutError(f"{engine.name} is gone")
+        assert isinstance(request, PrefetchRequest | PollRequest)
+        is_done = now >= self._ends_at
+        if is_done and request.version in engine.learner.read:
+            engine.learner.read.remove(request.version)
+        if is_done and self._how == "fails":
+            raise errors.DigestMismatch(f"version {request.version} did not arrive whole")
+        return Progress(version=request.version, is_done=is_done)
+
+    def close(self) -> None: ...
+
+
+class _Opener:
+    """Everybody agrees at once, but for a newcomer with the fault ("open", "refused")."""
+
+    epoch = 1
+
+    def __init__(self, learner: _Learner) -> None:
+        self._learner = learner
+
+    async def open(self, _members: Sequence[Any], _give_up: float) -> Any:
+        return SimpleNamespace(manifest=SimpleNamespace(digest="simulated"))
+
+    async def check_layout(self, _agreement: Any, member: Any, _give_up: float) -> None:
+        if member.handle.fault("open"):
+            raise errors.PlanMismatch(f"replica {member.name} splits the model differently from the others")
+
+    async def connect(self, _agreement: Any, connecting: Sequence[Any], _give_up: float) -> None:
+        for member in connecting:
+            member.workers, member.lines = (SimpleNamespace(commit="staged"),), (_Line(member.handle),)
+
+    async def link(self, *_: Any) -> None: ...
+
+    async def part(self, *_: Any) -> None: ...
+
+    async def on_publishers(self, method: str, version: int = 0, *_: object, timeout_s: float) -> list[bytes]:
+        assert method == "ws_publish"
+        return await self._learner.publish(version)
+
+
+def membership(script: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Plays operations on a coordinator with replicas r0 and r1 in virtual time. Of each: what came of it, the seconds
+    it took, and every replica's state afterwards; and what was logged."""
+    with logged(folder) as lines:
+        trace = run_virtual(_Membership().play(script))
+    return {"trace": trace, "log": [plain_text(line) for line in lines]}
+
+
+class _Membership:
+    def __init__(self) -> None:
+        self._learner = _Learner()
+        self._engines = {name: _Engine(name, self._learner) for name in ("r0", "r1")}
+        self._blocks: dict[str, tuple[asyncio.Task[Any], asyncio.Event]] = {}
+        self._begun: dict[str, asyncio.Task[Any]] = {}
+
+    async def play(self, script: Sequence[str]) -> list[Any]:
+        now = asyncio.get_running_loop().time
+        learner: Any = self._learner
+        self._coordinator = SyncCoordinator(
+            [learner], list(self._engines.values()), options=SyncOptions(timeout_s=20.0), clock=now
+        )
+        anything: Any = self._coordinator
+        anything._opener = _Opener(self._learner)
+        await self._coordinator.open()
+        trace = []
+        for line in script:
+            started = now()
+            try:
+                outcome = await self._operate(line.split())
+            except Exception as error:  # noqa: BLE001 - what came of it
+                outcome = told(error)
+            trace.append([line, outcome, round(now() - started, 3), self._states()])
+        for task, end in self._blocks.values():
+            end.set()
+            await asyncio.wait([task])
+        for task in self._begun.values():
+            task.cancel()
+        return trace
+
+    async def _operate(self, words: list[str]) -> Any:
+        match words:
+            case ["begin", *rest]:
+                self._begun[rest[0]] = asyncio.create_task(self._operate(rest))
+                await asyncio.sleep(0)
+                return "begun"
+            case ["end", name]:
+                return await self._begun.pop(name)
+            case ["step", number]:
+                await self._coordinator.publish(int(number))
+                return await self._sync(int(number))
+            case ["publish", number]:
+                return await self._coordinator.publish(int(number))
+            case ["sync", number]:
+                return await self._sync(int(number))
+            case ["wait", seconds]:
+                return await asyncio.sleep(float(seconds))
+            case ["fault", name, phase, *how]:
+                return self._engines[name].faults.append((phase, " ".join(how)))
+            case ["hold" | "freeze" as kind, name]:
+                held, end = asyncio.Event(), asyncio.Event()
+                task = asyncio.create_task(self._block(kind, name, held, end))
+                self._blocks[name] = task, end
+                waiting = asyncio.create_task(held.wait())
+                await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
+                return await task if task.done() else "in it"
+            case ["let", "go", name]:
+                task, end = self._blocks.pop(name)
+                end.set()
+                return await task
+            case ["join", name, *how]:
+                engine = self._engines[name] = _Engine(name, self._learner)
+                engine.faults += [("open", "refused")] if how else []
+                return await self._coordinator.join(engine)
+            case ["leave", name]:
+                return await self._coordinator.leave(name)
+            case _:
+                raise AssertionError(words)
+
+    async def _sync(self, version: int) -> dict[str, Any]:
+        report = await self._coordinator.sync(version)
+        counts = ("version", "version_lag", "replicas_live", "replicas_skipped", "num_retries")
+        return {name: getattr(report, name) for name in counts} | {"took": sorted(report.replicas)}
+
+    async def _block(self, kind: str, name: str, held: asyncio.Event, end: asyncio.Event) -> int | None:
+        enter = self._coordinator.lease if kind == "hold" else self._coordinator.freeze
+        async with enter(name) as version:
+            held.set()
+            await end.wait()
+        return version
+
+    def _states(self) -> dict[str, str]:
+        leased = {name for name, member in self._coordinator._members.items() if member.num_leases}
+        versions, found = self._coordinator.live_versions, {}
+        for name, state in self._coordinator.members.items():
+            word = "held" if name in leased and state == "live" else {"live": "live"}.get(state, f"lost, {state}")
+            paused = ", paused" if self._engines[name].is_paused else ""
+            found[name] = f"{word}, version {versions[name]}{paused}"
+        return found
+
+
+# Calls that are refused
+
+
+def refused_calls() -> dict[str, list[str]]:
+    """Calls out of order or with nonsense, and what a user reads."""
+    now = 0.0
+    arena = Arena(1, clock=lambda: now)
+    arena.seal(arena.begin(1, deadline_s=0.0), 1)
+    arena.lease(1, holder="r0/0", ttl_s=10.0)
+    publisher, replica = LocalPublisher(0, 1, full_weights(0)), LocalReplica("r0")
+    receiver: Any = replica.receivers[0]
+    handles: Any = [publisher], [replica]
+    coordinator = SyncCoordinator(*handles, options=SyncOptions())
+    calls: dict[str, Callable[[], Any]] = {
+        "publish, every slot is read": lambda: arena.begin(2, deadline_s=0.0),
+        "read a version that is gone": lambda: arena.lease(3, holder="r0/0", ttl_s=1.0),
+        "publish, not opened": lambda: publisher.ws_publish(1, 1.0),
+        "open a publisher with nonsense": lambda: publisher.ws_open(b"nonsense"),
+        "prefetch, not opened": lambda: receiver.prefetch(1, deadline_s=1.0),
+        "commit, not opened": lambda: receiver.commit(1, deadline_s=1.0),
+        "no replica": lambda: SyncCoordinator(handles[0], [], options=SyncOptions()),
+        "one name twice": lambda: SyncCoordinator(handles[0], [*handles[1]] * 2, options=SyncOptions()),
+        "sync, nothing published": lambda: asyncio.run(coordinator.sync(1)),
+        "join, not opened": lambda: asyncio.run(coordinator.join(handles[1][0])),
+        "leave, the last one": lambda: asyncio.run(coordinator.leave("r0")),
+        "leave, unknown": lambda: asyncio.run(coordinator.leave("r7")),
+        "no such backend": lambda: get_backend("abacus"),
+        "no such public name": lambda: weight_sync.Nothing,
+        "no such dtype": lambda: local_shards(torch.nn.Linear(2, 2), rollout_dtype="bf16"),
+    }
+    return {name: _error_of(call) for name, call in calls.items()}
+
+
+# Parties that die
+
+TIMEOUT_S, OPEN_S = 1.5, 3.0
+STATES = {"granted": "leased"}
+"""Golden name of a state of the protocol -> its name in the traps, where they differ."""
+FAILURES = (errors.WeightSyncError, TimeoutError, ConnectionError)
+
+
+def lost(victim: str, state: str, how: str, *, commit: str = "staged", transport: str = "auto") -> dict[str, Any]:
+    """Two learners and two replicas generate from version 1 and are brought to 2 when a party is killed or stopped.
+
+    Returns:
+        What every replica generates from then: "old", "new", "dirty and paused" or "gone"; "whole" is old or new, where
+        chance decides. Then what all hold after the next version with everybody who is there.
+    """
+    number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
+    _start_fork_server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(members, "ANSWER_S", 0.3)
+        patch.setattr(coordinators, "ANSWER_S", 0.3)
+        patch.setattr(members, "QUIET_S", 0.1)
+        return asyncio.run(_World(commit, transport).lose(victim, STATES.get(state, state), number))
+
+
+@cache
+def _start_fork_server() -> None:
+    """What it imports would count as the time of the first parties."""
+    process = forks(*PARTIES).Process(target=int)
+    process.start()
+    process.join(120)
+
+
+class _World(WeightJob):
+    def __init__(self, commit: str, transport: str) -> None:
+        super().__init__(commit=commit, transport=transport, patience=Patience(lease_s=0.4))
+
+    async def lose(self, victim: str, state: Any, number: int) -> dict[str, Any]:
+        try:
+            outcome = await {"learner": self._learner, "replica": self._replica, "coordinator": self._driver}[victim](
+                state, number
+            )
+            return {**outcome, "afterwards": await self._afterwards()}
+        finally:
+            await self.close()
+
+    async def _learner(self, state: Any, number: int) -> dict[str, Any]:
+        learner = self.learners[1]
+        if state == "opened":
+            learner.arm(state, number)
+            outcome = {"open": await self._failure(self.coordinator.open(), OPEN_S)}
+        else:
+            await self._begin()
+            self.train(2)
+            if state in ("packing", "sealed"):
+                learner.arm(state, number)
+                outcome = {"publish": await self._failure(self.coordinator.publish(2), TIMEOUT_S)}
+                outcome |= {"r0": self._seen(0), "r1": self._seen(1)}
+            else:
+                await self.coordinator.publish(2)
+                self.replicas[0].arm(state, number, target=learner)
+                outcome = {"sync": await self._failure(self.coordinator.sync(2), TIMEOUT_S)}
+                outcome |= {"r0": self._seen(0), "r1": self._seen(1, is_certain=False)}
+        learner.await_loss()
+        self._revive(learner, number)
+        return outcome
+
+    async def _replica(self, state: Any, number: int) -> dict[str, Any]:
+        replica = self.replicas[0]
+        if state == "opened":
+            replica.arm(state, number)
+            outcome = {"open": await self._failure(self.coordinator.open(), OPEN_S)}
+        else:
+            await self._begin()
+            await self.publish(2)
+            replica.arm(state, number)
+            outcome = {"sync": await self._failure(self.coordinator.sync(2), TIMEOUT_S)}
+            states = self.coordinator.members.items()
+            outcome |= {"r1": self._seen(1), "left": [name for name, state in states if state == "live"]}
+        replica.await_loss()
+        if number == signal.SIGSTOP:
+            replica.signal(signal.SIGCONT)
+        else:
+            self.replicas = self.replicas[1:]
+            self.others.append(replica)
+        return outcome
+
+    async def _driver(self, state: Any, number: int) -> dict[str, Any]:
+        process = CoordinatorProcess(self.learners, self.replicas, self.options)
+        self.others.append(process)
+        if state == "opened":
+            self.learners[0].arm(state, number, target=process)
+            process.tell("call", "open")
+        else:
+            process.call("open")
+            self.train(1)
+            process.call("publish", 1)
+            process.call("sync", 1)
+            self.train(2)
+            is_pulled = state not in ("packing", "sealed")
+            if is_pulled:
+                process.call("publish", 2)
+            (self.replicas[0] if is_pulled else self.learners[0]).arm(state, number, target=process)
+            process.tell("call", "sync" if is_pulled else "publish", 2)
+        process.await_loss()
+        outcome = {f"r{i}": self._seen(i, is_certain=False, waits=True) for i in (0, 1)} if state != "opened" else {}
+        if number == signal.SIGSTOP:
+            process.wake()
+            process.told(timeout_s=20.0)
+            outcome["goes on"] = process.ask("see_members")
+            process.call("close")
+        return outcome
+
+    async def _begin(self) -> None:
+        await self.coordinator.open()
+        await self.step(1)
+
+    async def _failure(self, call: Any, timeout_s: float) -> str:
+        """Of a call that has so long: "done" or "failed", in time."""
+        self.coordinator._options = msgspec.structs.replace(self.options, timeout_s=timeout_s)
+        started, result = time.monotonic(), "done"
+        try:
+            await call
+        except FAILURES:
+            result = "failed"
+        return result if time.monotonic() - started < 2 * timeout_s + 4.0 else f"{result}, too late"
+
+    def _seen(self, index: int, *, is_certain: bool = True, waits: bool = False) -> str:
+        until = time.monotonic() + (20.0 if waits else 0.0)
+        while (found := self.replicas[index].condition(1, 2)).is_paused and time.monotonic() < until:
+            time.sleep(0.005)
+        if found.is_paused:
+            return "dirty and paused" if found.is_dirty else "paused"
+        if found.weights is None or found.is_dirty:
+            return "a mixture"
+        return {1: "old", 2: "new"}[found.weights] if is_certain else "whole"
+
+    def _revive(self, learner: PublisherProcess, number: int) -> None:
+        if number == signal.SIGSTOP:
+            learner.wake()
+        else:
+            self.learners[learner.rank].close()
+            self.learners[learner.rank] = PublisherProcess(learner.rank, len(self.learners))
+
+    async def _afterwards(self) -> list[str]:
+        """With a new coordinator, one version later."""
+        await self.coordinator.close()
+        self.coordinator = self.new_coordinator(self.replicas)
+        await self.coordinator.open()
+        await self.step(3)
+        seen = {replica.name: replica.condition(3) for replica in self.replicas}
+        return [name for name, at in seen.items() if at.weights == 3 and not at.is_paused and not at.is_dirty]
