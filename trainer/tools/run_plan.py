@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 LINK_BYTES_PER_S = (25e9, 200e9)
 """Two links that a pull may go over: a 200 Gbit/s network card per device, and a link between devices of one host."""
 TAIL_EFFICIENCY, FULL_EFFICIENCY = 0.2, 0.45
-"""Arithmetic efficiency of decoding over that of training, if engines have few responses each, as in a long tail, and
-if they are kept full. The asynchronous runs on H200s in docs/benchmarks.md had 0.20 to 0.26 by the measured
-generation-bound time, and 0.27 to 0.55 by that at the full rate. The test of this module has all of them."""
+"""Arithmetic efficiency of decoding over that of training, with few responses in each engine, as in a long tail, and
+with full engines. Asynchronous runs on H200s (docs/benchmarks.md) had 0.20 to 0.26 by the measured generation-bound
+time, and 0.27 to 0.55 by that at the full rate: tests/unit/trainer/tools/test_run_plan.py."""
 FORWARD = 2
 """Operations per weight and token of a forward pass (Kaplan et al. 2020, section 2.1), attention left out."""
 TRAJECTORY_BYTES = 4 + 1 + 4 + 4

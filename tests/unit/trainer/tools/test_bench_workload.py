@@ -1,4 +1,4 @@
-"""Cases and workloads of the benchmark, and the agent that plays its lengths."""
+"""Command line -> cases and what their runs get; workload -> model, data set and the responses of its agent."""
 
 from __future__ import annotations
 
@@ -37,14 +37,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 W1 = workload("w1", is_tiny=False)
+OWN, RANDOM = "model.path=/models/own", "model.random_weights=true"
 
 
-def case(text: str, *settings: str, tp: int = 1) -> Case:
-    return with_overrides([parse_case(text, tensor_parallel_size=tp)], settings)[0]
-
-
-def overrides(text: str, *settings: str) -> list[str]:
-    return overrides_of(case(text, *settings), W1, num_steps=8, device="cpu")
+def cases(texts: str, settings: str = "", *, tp: int = 1) -> list[Case]:
+    """Of words."""
+    return with_overrides([parse_case(text, tensor_parallel_size=tp) for text in texts.split()], settings.split())
 
 
 @pytest.mark.parametrize(
@@ -57,77 +55,62 @@ def overrides(text: str, *settings: str) -> list[str]:
         ("fast=async:3+1", 1, "fast", (3, 1, 4)),
     ],
 )
-def test_a_case_is_a_mode_and_a_division_of_the_devices(
-    text: str, tp: int, name: str, sizes: tuple[int, int, int]
-) -> None:
-    found = case(text, tp=tp)
+def test_a_case_is_a_mode_and_a_division_of_the_devices(text: str, tp: int, name: str, sizes: Any) -> None:
+    (found,) = cases(text, tp=tp)
     assert (found.name, (found.num_ranks, found.num_replicas, found.num_devices)) == (name, sizes)
 
 
 @pytest.mark.parametrize(
-    ("cases", "settings", "words"),
+    ("texts", "settings", "words"),
     [
-        *(((text,), (), "case") for text in ("async", "async:4", "async:2+0", "colocated:2+2", "fast:2+2", "sync:2+x")),
-        (("=sync:1+1",), (), "case"),
-        (("sync:2+2", "sync:2+2"), (), "two cases are called sync 2"),
-        (("sync:2+2",), ("colocated:a=1",), "reaches no case"),
-        (("sync:2+2",), ("a=1",), "WHICH:KEY=VALUE"),
-        (("sync:2+2",), ("sync:a",), "WHICH:KEY=VALUE"),
-        (("async:2+2",), ("async:mode.max_staleness=two",), "number >= 0, got 'two'"),
-        (("async:2+2",), ("async:++trainer.total_steps=20",), "give --steps N"),
-        (("async:2+2",), ("async:mode=sync",), "--case MODE:SPLIT"),
-        (("async:2+2",), ("all:learner.num_ranks=4",), "--case MODE:SPLIT"),
-        (("async:2+2",), ("all:++rollout.tensor_parallel_size=2",), "--tp"),
-        (("async:2+2",), ("all:rollout.group_size=2",), "is the workload's"),
-        (("async:2+2",), ("all:device=cpu",), "--device"),
+        *((text, "", "case") for text in (
+            "async", "async:4", "async:2+0", "colocated:2+2", "fast:2+2", "sync:2+x", "=sync:1+1")),
+        ("sync:2+2 sync:2+2", "", "two cases are called sync 2"),
+        ("sync:2+2", "colocated:a=1", "reaches no case"),
+        ("sync:2+2", "a=1", "WHICH:KEY=VALUE"),
+        ("sync:2+2", "sync:a", "WHICH:KEY=VALUE"),
+        ("async:2+2", "async:mode.max_staleness=two", "number >= 0, got 'two'"),
+        ("async:2+2", "async:++trainer.total_steps=20", "give --steps N"),
+        ("async:2+2", "async:mode=sync", "--case MODE:SPLIT"),
+        ("async:2+2", "all:learner.num_ranks=4", "--case MODE:SPLIT"),
+        ("async:2+2", "all:++rollout.tensor_parallel_size=2", "--tp"),
+        ("async:2+2", "all:rollout.group_size=2", "is the workload's"),
+        ("async:2+2", "all:device=cpu", "--device"),
     ],
-)
-def test_a_case_or_a_setting_that_makes_no_sense_is_refused(
-    cases: tuple[str, ...], settings: tuple[str, ...], words: str
-) -> None:
+)  # fmt: skip
+def test_a_case_or_a_setting_that_makes_no_sense_is_refused(texts: str, settings: str, words: str) -> None:
     with pytest.raises(InvalidCase, match=words):
-        with_overrides([parse_case(text, tensor_parallel_size=1) for text in cases], settings)
+        cases(texts, settings)
     with pytest.raises(InvalidCase, match="3 engine devices"):
-        case("async:1+3", tp=2)
-
-
-def test_a_setting_reaches_its_mode_its_name_or_all() -> None:
-    cases = with_overrides(
-        [case("async:2+2"), case("x=async:3+1"), case("sync:2+2")],
-        ["async:a=1", "x:mode.max_staleness=4", "all:b=2", "sync 2+2:c=3"],
-    )
-    assert [c.overrides for c in cases] == [("a=1", "b=2"), ("a=1", "mode.max_staleness=4", "b=2"), ("b=2", "c=3")]
-    assert [c.max_staleness for c in cases] == [1, 4, 0]
-    assert case("async:2+2", "all:mode.max_staleness=3", "async:++mode.max_staleness=2").max_staleness == 2
-    assert overrides("async:2+2", "async:rollout.max_num_seqs=64")[-1] == "rollout.max_num_seqs=64", "its own come last"
+        cases("async:1+3", tp=2)
 
 
 @pytest.mark.parametrize(
-    ("text", "settings", "limit"),
+    ("text", "settings", "num_seqs", "staleness", "ends"),
     [
-        ("sync:1+3", (), 256),
-        ("colocated:4", (), 256),
-        ("async:2+2", (), 512),
-        ("async:2+2", ("async:mode.max_staleness=0",), 256),
-        ("async:3+1", ("all:mode.max_staleness=8",), 512),
+        # Every engine may run all responses in flight.
+        ("sync:1+3", "", 256, 0, [RANDOM]),
+        ("colocated:4", "", 256, 0, [RANDOM]),
+        ("async:2+2", "", 512, 1, [RANDOM]),
+        ("async:2+2", "async:mode.max_staleness=0", 256, 0, [RANDOM, "mode.max_staleness=0"]),
+        ("async:3+1", "all:mode.max_staleness=8", 512, 8, [RANDOM, "mode.max_staleness=8"]),
+        # A setting reaches its mode, its name or all; the last one wins, over what the benchmark sets too.
+        ("async:1+1", "all:mode.max_staleness=3 async:++mode.max_staleness=2", 512, 2,
+         ["mode.max_staleness=3", "++mode.max_staleness=2"]),
+        ("x=async:1+1", "sync:a=1 x:b=2 all:c=3", 512, 1, ["b=2", "c=3"]),
+        ("async:1+1", "async:rollout.max_num_seqs=64", 512, 1, ["rollout.max_num_seqs=64"]),
+        # Weights are random only for the model of the workload.
+        ("async:1+1", f"all:{OWN}", 512, 1, ["trainer.total_steps=8", OWN]),
+        ("async:1+1", f"all:++{OWN} all:{RANDOM}", 512, 1, ["trainer.total_steps=8", f"++{OWN}", RANDOM]),
     ],
-)
-def test_every_engine_may_run_all_responses_in_flight(text: str, settings: tuple[str, ...], limit: int) -> None:
-    assert f"rollout.max_num_seqs={limit}" in overrides(text, *settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_random"),
-    [
-        ((), True),
-        (("all:model.path=/models/own",), False),
-        (("all:++model.path=/models/own", "all:model.random_weights=true"), True),
-        (("all:model.compute_dtype=float32",), True),
-    ],
-)
-def test_weights_are_random_only_for_the_model_of_the_workload(settings: tuple[str, ...], is_random: bool) -> None:
-    found = [text for text in overrides("async:2+2", *settings) if text.startswith("model.random_weights")]
-    assert found == ["model.random_weights=true"] * is_random
+)  # fmt: skip
+def test_a_run_gets_what_its_case_and_the_settings_say(
+    text: str, settings: str, num_seqs: int, staleness: int, ends: list[str]
+) -> None:
+    case, _ = cases(f"{text} sync:2+2", settings)
+    found = overrides_of(case, W1, num_steps=8, device="cpu")
+    assert f"rollout.max_num_seqs={num_seqs}" in found
+    assert (case.max_staleness, found[-len(ends) :]) == (staleness, ends)
 
 
 NUM_DRAWS = 20_000
@@ -146,18 +129,21 @@ def test_lengths_follow_the_cut_pareto_distribution(name: str) -> None:
     assert (lengths == high).mean() == pytest.approx(low / high, rel=0.2)
 
 
-def test_every_response_has_a_length_of_its_own_which_depends_on_seed_and_number_of_the_prompt_alone() -> None:
+def test_a_length_depends_on_the_seed_and_the_number_of_prompt_and_response_alone() -> None:
     assert W1.lengths(5) == [length for index in range(5) for length in W1.lengths_of(index)]
-    assert W1.lengths_of(4) == W1.lengths(5)[-8:] and len(W1.lengths_of(4)) == W1.group_size == 8
+    assert len(W1.lengths_of(4)) == W1.group_size == 8
     assert np.mean([len(set(W1.lengths_of(index))) for index in range(200)]) > 7
     assert W1.lengths(50) != replace(W1, seed=2).lengths(50)
     assert W1.lengths(NUM_PROMPTS + 3)[-24:] == W1.lengths(3)
-    # Another model has the same prompts and lengths, and says so in its name.
     other = workload("w1", is_tiny=False, shape="qwen2.5-3b")
     assert other.lengths(50) == W1.lengths(50)
     assert (other.name, other.architecture().hidden) == ("w1 (qwen2.5-3b)", 2048)
     whole = [512 + length for length in W1.lengths(9)]
     assert attention_tokens(W1, 9) == pytest.approx(sum(n * n for n in whole) / sum(whole))
+    with pytest.raises(ValueError, match="w1, w1-heavy, uniform, got 'w2'"):
+        workload("w2", is_tiny=True)
+    with pytest.raises(ValueError, match=r"qwen2.5-3b.*got 'qwen2.5-3'"):
+        workload("w1", is_tiny=False, shape="qwen2.5-3")
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -167,13 +153,6 @@ def test_the_tiny_workload_is_the_same_distribution_scaled_down(name: str) -> No
     assert full.max_response_tokens == scale * tiny.max_response_tokens
     for index in range(200):
         assert [n // scale for n in full.lengths_of(index)][: tiny.group_size] == tiny.lengths_of(index)
-
-
-def test_unknown_workloads_and_shapes_are_named() -> None:
-    with pytest.raises(ValueError, match="w1, w1-heavy, uniform, got 'w2'"):
-        workload("w2", is_tiny=True)
-    with pytest.raises(ValueError, match=r"qwen2.5-3b.*got 'qwen2.5-3'"):
-        workload("w1", is_tiny=False, shape="qwen2.5-3")
 
 
 @pytest.mark.parametrize("is_tiny", [True, False])
@@ -199,20 +178,20 @@ def test_prompts_have_exactly_the_tokens_and_lengths_they_should(tmp_path: Path,
     assert max(token for prompt in found for token in prompt.token_ids) < work.architecture().vocab
 
 
+@pytest.mark.parametrize("device", ["auto", "cpu"])
 @pytest.mark.parametrize("is_tiny", [True, False])
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_the_configuration_has_known_keys_only_and_a_cpu_compiles_nothing(
-    tmp_path: Path, name: str, is_tiny: bool
+def test_the_configuration_has_known_keys_only_and_compiles_for_accelerators(
+    tmp_path: Path, name: str, is_tiny: bool, device: str
 ) -> None:
     work = workload(name, is_tiny=is_tiny)
-    for device in ("auto", "cpu"):
-        content = run_config(work, tmp_path / "model", tmp_path / "prompts.jsonl", device=device)
-        content.pop("defaults")
-        cfg, problems = to_run_config(content)
-        assert problems == []
-        assert cfg.learner.max_tokens_per_micro_batch >= work.prompt_tokens + work.max_response_tokens
-        assert (cfg.task.shuffle, cfg.trainer.groups_per_step) == (False, work.groups_per_step)
-        assert cfg.learner.compile == (device == "auto" and not is_tiny)
+    content = run_config(work, tmp_path / "model", tmp_path / "prompts.jsonl", device=device)
+    content.pop("defaults")
+    cfg, problems = to_run_config(content)
+    assert problems == []
+    assert cfg.learner.max_tokens_per_micro_batch >= work.prompt_tokens + work.max_response_tokens
+    assert (cfg.task.shuffle, cfg.trainer.groups_per_step) == (False, work.groups_per_step)
+    assert cfg.learner.compile == (device == "auto" and not is_tiny)
 
 
 # The agent
@@ -249,8 +228,7 @@ async def test_a_response_has_exactly_the_length_that_its_prompt_says() -> None:
     whole, pieces = Engine(100), Engine(4)
     for trajectory in await play(whole, pieces, length=9):
         assert (trajectory.status, trajectory.num_generated_tokens) == ("completed", 9)
-    assert whole.asked == [(2, 9)]
-    assert pieces.asked == [(2, 9), (6, 5), (10, 1)], "an end token does not end a response"
+    assert (whole.asked, pieces.asked) == ([(2, 9)], [(2, 9), (6, 5), (10, 1)]), "an end token does not end a response"
     each = await play(*(Engine(100) for _ in range(6)), length=[3, 9, 5])
     assert [trajectory.num_generated_tokens for trajectory in each] == [3, 9, 5, 3, 9, 5], "the next attempt the same"
     assert (await play(Engine(4, "abort"), length=9))[0].status == "failed"

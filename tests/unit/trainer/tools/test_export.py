@@ -1,4 +1,4 @@
-"""What `python -m trainer.export` refuses, and where it finds what it needs; one rank stands for all."""
+"""Checkpoint -> model directory: where `python -m trainer.export` finds what it needs, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from tests.fakes.learner import TINY, drawn_config, make_learner, process_group, run_config, save_tiny, weights
+from tests.fakes.learner import TINY, drawn_config, make_learner, process_group, run_config, save_tiny
 from trainer.config.plain import dump_yaml
 from trainer.config.schema import LoraConfig
 from trainer.driver.checkpointing import origin
@@ -21,9 +21,11 @@ from trainer.learner.checkpoint import begin, commit
 from trainer.tools.export import main
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from trainer.config.schema import RunConfig
+
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,9 +34,9 @@ def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def save(cfg: RunConfig, run_dir: Path, *steps: int) -> dict[int, dict[str, torch.Tensor]]:
-    """Checkpoints of a learner whose weights say the step; returns the weights by step."""
-    learner, saved = make_learner(cfg), {}
+def save(cfg: RunConfig, run_dir: Path, *steps: int) -> None:
+    """Checkpoints of a learner all of whose weights are the step."""
+    learner = make_learner(cfg)
     for step in steps:
         with torch.no_grad():
             for param in learner.model.parameters():
@@ -42,9 +44,7 @@ def save(cfg: RunConfig, run_dir: Path, *steps: int) -> dict[int, dict[str, torc
         tmp = begin(run_dir / "checkpoints", step)
         learner.save(tmp, step=step)
         commit(tmp, {"origin": origin(cfg)})
-        saved[step] = weights(learner)
     (run_dir / "config.yaml").write_text(dump_yaml(cfg))
-    return saved
 
 
 @pytest.fixture(scope="module")
@@ -62,54 +62,58 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def export(capsys: Capture) -> Callable[..., str]:
+    """`export(CHECKPOINT, OUT, ...)` returns what is printed; the error with another exit code."""
+
+    def run(*args: Path | str, code: int = 0) -> str:
+        capsys.readouterr()
+        ended, (out, err) = main([str(arg) for arg in args]), capsys.readouterr()
+        assert (ended, bool(out), "%|" in err) == (code, code == 0, False), err  # no progress bar
+        return out if code == 0 else err
+
+    return run
+
+
 def exported_step(out: Path) -> float:
     return float(load_file(out / "model.safetensors")["model.norm.weight"][0])
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *args: Path | str) -> str:
-    """What the command says when it refuses."""
-    assert main([str(arg) for arg in args]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    return captured.err.removeprefix("refused: ")
-
-
 @pytest.mark.parametrize(
-    ("given", "step"), [("run", 20), ("run/checkpoints", 20), ("run/checkpoints/step_5", 5), ("link", 5)]
+    ("given", "step"),
+    [
+        ("run", 20),
+        ("run/checkpoints", 20),
+        ("run/checkpoints/step_5", 5),
+        ("link", 5),
+        ("run/checkpoints/abandoned/step_5", 5),
+    ],
 )
-def test_a_checkpoint_is_found_by_any_name(
-    folder: Path, given: str, step: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "link").symlink_to(folder / "run" / "checkpoints" / "step_5")
-    assert main([str(folder / given), str(folder / "out")]) == 0
+def test_a_checkpoint_is_found_by_any_name(folder: Path, given: str, step: int, export: Callable[..., str]) -> None:
+    checkpoints = folder / "run" / "checkpoints"
+    (folder / "link").symlink_to(checkpoints / "step_5")
+    (checkpoints / "abandoned").mkdir()
+    if "abandoned" in given:
+        (checkpoints / "step_5").rename(folder / given)
+    assert export(folder / given, folder / "out").startswith(f"wrote {folder / 'out'} from ")
     assert exported_step(folder / "out") == step
-    out, err = capsys.readouterr()
-    assert out.startswith(f"wrote {folder / 'out'} from ") and "%|" not in err, "no progress bar"
-    aside = folder / "run" / "checkpoints" / "abandoned" / "step_20"
-    aside.parent.mkdir()
-    (folder / "run" / "checkpoints" / "step_20").rename(aside)
-    assert main([str(aside), str(folder / "aside")]) == 0, "one that was set aside"
-    assert exported_step(folder / "aside") == 20
 
 
-def test_an_empty_directory_is_filled_and_any_other_is_left_alone(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = folder / "out"
+def test_an_empty_directory_is_filled_and_any_other_is_left_alone(folder: Path, export: Callable[..., str]) -> None:
+    out, run = folder / "out", folder / "run"
     out.mkdir()
-    assert main([str(folder / "run"), str(out)]) == 0
+    export(run, out)
     before = sorted(out.iterdir())
-    capsys.readouterr()
-    assert "out is not empty; give a directory that" in refusal(capsys, folder / "run", out)
+    assert "out is not empty; give a directory that" in export(run, out, code=2)
     assert sorted(out.iterdir()) == before
-    assert "config.json is a file" in refusal(capsys, folder / "run", out / "config.json")
+    assert "config.json is a file" in export(run, out / "config.json", code=2)
     (folder / "next.tmp").mkdir()
-    assert "next.tmp exists, where next is written first" in refusal(capsys, folder / "run", folder / "next")
+    assert "next.tmp exists, where next is written first" in export(run, folder / "next", code=2)
     assert (folder / "next.tmp").is_dir()
 
 
 def test_model_and_tokenizer_are_found_from_anywhere_and_named_if_they_were_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Callable[..., str]
 ) -> None:
     """Their paths are relative to where the run was started."""
     (tmp_path / "words").mkdir()
@@ -120,89 +124,75 @@ def test_model_and_tokenizer_are_found_from_anywhere_and_named_if_they_were_move
     save(replace(cfg, model=replace(cfg.model, tokenizer_path="words")), tmp_path / "run", 5)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert main(["../run", "out"]) == 0, capsys.readouterr().err
-    out = tmp_path / "elsewhere" / "out"
-    assert exported_step(out) == 5
-    assert (out / "tokenizer_config.json").read_text() == '{"of": "the run"}'
+    export("../run", "out")
+    assert exported_step(Path("out")) == 5
+    assert Path("out/tokenizer_config.json").read_text() == '{"of": "the run"}'
     (tmp_path / "model").rename(tmp_path / "moved")
-    capsys.readouterr()
-    said = refusal(capsys, "../run", "again")
-    assert "is not a directory" in said and "--model" in said
-    assert main(["../run", "again", "--model", "../moved"]) == 0
+    error = export("../run", "again", code=2)
+    assert "is not a directory" in error and "--model" in error
+    export("../run", "again", "--model", "../moved")
 
 
-def test_adapters_over_a_model_from_the_seed_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_over_a_model_from_the_seed_are_refused(tmp_path: Path, export: Callable[..., str]) -> None:
     """The seed gives other numbers on the device that the run had."""
     model = save_tiny(tmp_path / "model")
-    for weights_file in model.glob("*.safetensors"):
-        weights_file.unlink()
+    (model / "model.safetensors").unlink()
     cfg = run_config(model)
     save(replace(cfg, model=replace(cfg.model, random_weights=True, lora=LoraConfig(rank=4))), tmp_path / "run", 5)
-    assert "has no weights: below its adapters the run had a model" in refusal(
-        capsys, tmp_path / "run", tmp_path / "out"
-    )
+    error = export(tmp_path / "run", tmp_path / "out", code=2)
+    assert "has no weights: below its adapters the run had a model" in error
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_whose_first_weights_were_drawn_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_first_weights_were_drawn_is_exported(tmp_path: Path, export: Callable[..., str]) -> None:
     model = save_tiny(tmp_path / "model")
     (model / "model.safetensors").unlink()
     cfg = drawn_config(model)
     save(cfg, tmp_path / "run", 5)
-    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    export(tmp_path / "run", tmp_path / "out")
     assert exported_step(tmp_path / "out") == 5
     assert make_learner(cfg).load(tmp_path / "run" / "checkpoints" / "step_5") == 5
     make_learner(run_config(tmp_path / "out"))  # has weights of its own
 
 
-def test_what_is_no_checkpoint_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_checkpoint_is_refused(folder: Path, export: Callable[..., str]) -> None:
     out, checkpoints = folder / "out", folder / "run" / "checkpoints"
-    assert "step_6 is not a directory; give RUN_DIR" in refusal(capsys, checkpoints / "step_6", out)
-    assert "holds no checkpoint; give RUN_DIR" in refusal(capsys, folder, out)
+    assert "step_6 is not a directory; give RUN_DIR" in export(checkpoints / "step_6", out, code=2)
+    assert "holds no checkpoint; give RUN_DIR" in export(folder, out, code=2)
     begin(checkpoints, 30)
-    assert "step_30.tmp is not complete" in refusal(capsys, checkpoints / "step_30.tmp", out)
+    assert "step_30.tmp is not complete" in export(checkpoints / "step_30.tmp", out, code=2)
+    for file in ("learner/__0_0.distcp", "learner/.metadata", "complete.json", "driver.json"):
+        damaged = checkpoints / "step_20" / file
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[:-50])
+        assert re.search(rf"{file} is (truncated|damaged)", export(folder / "run", out, code=2))
+        damaged.write_bytes(whole)
     assert not out.exists()
-
-
-@pytest.mark.parametrize("file", ["learner/__0_0.distcp", "learner/.metadata", "complete.json", "driver.json"])
-def test_a_truncated_checkpoint_is_refused_and_its_file_named(
-    folder: Path, file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damaged = folder / "run" / "checkpoints" / "step_20" / file
-    damaged.write_bytes(damaged.read_bytes()[:-50])
-    said = refusal(capsys, folder / "run", folder / "out")
-    assert re.search(rf"{file} is (truncated|damaged)", said)
-    assert not (folder / "out").exists()
+    (folder / "file").touch()
+    assert "is not written: NotADirectoryError" in export(folder / "run", folder / "file" / "out", code=1)
 
 
 def test_a_configuration_that_is_missing_or_of_another_model_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, export: Callable[..., str]
 ) -> None:
     out, config = folder / "out", folder / "run" / "config.yaml"
     text = config.read_text()
     config.unlink()
-    assert f"{config} does not exist; name the run's config.yaml with --config" in refusal(capsys, folder / "run", out)
+    missing = f"{config} does not exist; name the run's config.yaml with --config"
+    assert missing in export(folder / "run", out, code=2)
     (folder / "mine.yaml").write_text(text)
     config.write_text(text.replace("rollout_dtype: float32", "rollout_dtype: float7"))
-    assert "model.rollout_dtype = float7" in refusal(capsys, folder / "run", out)
-    other = save_tiny(folder / "other", "llama")
+    assert "model.rollout_dtype = float7" in export(folder / "run", out, code=2)
     config.write_text(text)
-    assert "model.path is another model" in refusal(capsys, folder / "run", out, "--model", other)
+    other = save_tiny(folder / "other", "llama")
+    assert "model.path is another model" in export(folder / "run", out, "--model", other, code=2)
     config.write_text("7")
-    assert "holds no configuration" in refusal(capsys, folder / "run", out)
-    assert [path.name for path in folder.iterdir() if path.name.startswith("out")] == []
-    assert main([str(folder / "run"), str(out), "--config", str(folder / "mine.yaml")]) == 0
+    assert "holds no configuration" in export(folder / "run", out, code=2)
+    assert not list(folder.glob("out*"))
+    export(folder / "run", out, "--config", folder / "mine.yaml")
 
 
-def test_an_output_that_cannot_be_written_is_a_failure_and_leaves_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "file").write_text("x")
-    assert main([str(folder / "run"), str(folder / "file" / "out")]) == 1
-    assert "is not written: NotADirectoryError" in capsys.readouterr().err
-
-
-def test_buffers_that_no_optimizer_moves_come_from_the_model(tmp_path: Path) -> None:
+def test_buffers_that_no_optimizer_moves_come_from_the_model(tmp_path: Path, export: Callable[..., str]) -> None:
     """A router's correction bias, which the files of a model hold and checkpoints do not."""
     tiny: Any = {**TINY, "num_key_value_heads": 4}
     config = DeepseekV3Config(
@@ -218,15 +208,15 @@ def test_buffers_that_no_optimizer_moves_come_from_the_model(tmp_path: Path) -> 
     save_file(tensors, file, metadata={"format": "pt"})
     cfg = run_config(tmp_path / "model")
     save(replace(cfg, model=replace(cfg.model, rollout_dtype="bfloat16")), tmp_path / "run", 3)
-    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    export(tmp_path / "run", tmp_path / "out")
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported[name].equal(tensors[name])
     assert exported["model.norm.weight"].eq(3).all()
 
 
-def test_the_help_says_what_the_arguments_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_describes_the_arguments(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert all(word in said for word in ("CHECKPOINT", "OUT", "--model", "--config", "Memory:", "Exit codes: 0"))
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("CHECKPOINT", "OUT", "--model", "--config", "Memory:", "Exit codes: 0"))

@@ -1,21 +1,26 @@
-"""What a plan expects of a run: its arithmetic against that of a run and of the runs of docs/benchmarks.md, the traffic
-of weight sync by the routes that a run would take, and Ray's object store against the arrays that go there."""
+"""Configuration and shapes -> what a run needs, against closed forms, what a real learner allocates and computes, and
+the runs of docs/benchmarks.md."""
 
 from __future__ import annotations
 
 import pickle
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma4TextConfig, Qwen2Config
 
 from rollout.types import Group, Trajectory
-from tests.fakes.learner import KINDS
-from tests.fakes.model_7b import NUM_7B, config, planned
+from tests.fakes.learner import KINDS, process_group, run_config, save_tiny
+from tests.fakes.model_7b import BIG, NUM_7B, QWEN_7B, config, planned
 from tests.fakes.trajectories import make_turn
+from trainer.config.algorithm import KlConfig
 from trainer.config.compose import load_config
 from trainer.config.presets import config_names, packaged_configs
 from trainer.config.schema import LoraConfig, ModelConfig, RayConfig, RunConfig
@@ -23,176 +28,407 @@ from trainer.data.build import build_train_batch
 from trainer.learner import flops
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import check_architecture
+from trainer.learner.policy import PolicyTrainer
 from trainer.tools.dry_run import describe_placement, format_plan
-from trainer.tools.memory_plan import GIB, model_shape, total
-from trainer.tools.run_plan import FORWARD, StepWork, object_store, training_flops
+from trainer.tools.memory_plan import (
+    GIB,
+    Device,
+    ModelShape,
+    activation_bytes_per_block,
+    gib,
+    learner_items,
+    min_bytes,
+    model_shape,
+    total,
+)
+from trainer.tools.run_plan import FORWARD, RunPlan, StepWork, problems, training_flops
+from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.tools.memory_plan import ModelShape
-    from trainer.tools.run_plan import ObjectStore, RunPlan, SyncTraffic
-
-GAE = {"advantage_estimator": "gae"}
+SIZES = {"0.5B": (896, 4864, 24, 14, 2), "32B": (5120, 27648, 64, 40, 8)}
+Sections = dict[str, Any]
 
 
-def with_critic(shape: ModelShape, critic: ModelShape, /, **sections: dict[str, Any]) -> RunPlan:
-    cfg = config(**({"algorithm": GAE} | sections))
-    return planned(cfg, shape, critic=critic, response_tokens=100.0)
+@cache
+def shape(name: str = "7B", *, lora_rank: int = 0) -> ModelShape:
+    given = QWEN_7B
+    if name in SIZES:
+        hidden, intermediate, layers, heads, kv_heads = SIZES[name]
+        given = Qwen2Config(
+            vocab_size=152064, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads,
+        )  # fmt: skip
+    return model_shape(ModelConfig(lora=LoraConfig(rank=lora_rank)), given)
 
 
-def passes(found: RunPlan) -> float:
+def plan_of(sections: Sections, given: dict[str, Any]) -> RunPlan:
+    """`given`: names of shapes as "policy", "critic" and "teacher", "adapters" as a number; the rest see `plan_run`."""
+    shapes = {name: shape(given[name]) for name in ("critic", "teacher") if name in given}
+    policy = given.get("policy", shape())
+    policy = shape(policy) if isinstance(policy, str) else policy
+    rest = {name: value for name, value in given.items() if name not in ("policy", "adapters")}
+    if "adapters" in given:
+        policy = replace(policy, num_adapter_params=given["adapters"])
+    return planned(config(**sections), policy, **{**rest, **shapes})
+
+
+def passes(plan: RunPlan) -> float:
     """Forward passes of the policy that the learner's operations on every token are worth."""
-    cfg = config()
-    tokens = 200.0 * cfg.trainer.groups_per_step * cfg.rollout.group_size
-    return found.work[100.0].learner_flops * cfg.learner.num_ranks / (2 * found.shape.num_active_params * tokens)
+    tokens = 200.0 * config().trainer.groups_per_step * config().rollout.group_size
+    return plan.work[100.0].learner_flops * 4 / (2 * plan.shape.num_active_params * tokens)
 
 
-def test_a_step_counts_every_pass_of_reference_and_critic(shape_7b: ModelShape) -> None:
-    def alone(**sections: dict[str, Any]) -> float:
-        return passes(planned(config(**sections), shape_7b, response_tokens=100.0))
-
-    assert alone() == pytest.approx(4.0)
-    assert alone(learner={"activation_checkpointing": False}) == pytest.approx(3.0)
-    kl = replace(RunConfig().algorithm.kl, coef=0.1)
-    assert alone(algorithm={"kl": kl}) == pytest.approx(5.0)
-    assert alone(algorithm=GAE, critic={"shared_backbone": True}) == pytest.approx(5.0)
-
-
-@pytest.fixture(scope="module")
-def critics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelShape]:
-    """Shapes of 0.5 and 32 billion parameters."""
-    found: dict[str, ModelShape] = {}
-    for name, sizes in {"small": (896, 4864, 24, 14, 2), "large": (5120, 27648, 64, 40, 8)}.items():
-        hidden, intermediate, layers, heads, kv_heads = sizes
-        directory = tmp_path_factory.mktemp(name)
-        Qwen2Config(
-            vocab_size=152064,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-        ).save_pretrained(directory)
-        found[name] = model_shape(ModelConfig(), AutoConfig.from_pretrained(directory))
-    return found
+def value(plan: RunPlan, name: str) -> Any:
+    """An attribute with a dot, a memory item of a device, or one of the host; None if there is no such item."""
+    if name == "passes":
+        return passes(plan)
+    if "." in name or hasattr(plan, name):
+        return attrgetter(name)(plan)
+    items = {item.name: item.nbytes for item in (*plan.learner, *plan.engine.items)}
+    items |= {f"host: {item.name}": item.nbytes for item in plan.host}
+    return items.get(name)
 
 
-@pytest.mark.parametrize("name", ["small", "large"])
-def test_passes_of_the_critic_cost_what_its_own_size_asks(
-    shape_7b: ModelShape, critics: dict[str, ModelShape], name: str
+def kl(reference: str | None = None, **learner: Any) -> Sections:
+    return {"algorithm": {"kl": KlConfig(coef=0.1, reference_model=reference)}, "learner": learner}
+
+
+GAE: Sections = {"algorithm": {"advantage_estimator": "gae"}}
+NO_CHECKPOINTING: Sections = {"learner": {"activation_checkpointing": False}}
+OFFLOADED: Sections = {**kl(cpu_offload=True, reference_cpu_offload=True), "critic": {"cpu_offload": True}}
+COLOCATED: Sections = {
+    "mode": {"name": "colocated", "in_flight": "abort"}, "weight_sync": {"num_slots": 1, "commit": "inplace"},
+    "rollout": {"num_replicas": 4},
+}  # fmt: skip
+THREE_ENGINES: Sections = {"rollout": {"num_replicas": 3, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}}
+P, SMALL, LARGE, ADAPTED = shape(), shape("0.5B"), shape("32B"), shape(lora_rank=8)
+NUM_CRITIC = NUM_7B - 152064 * 3584 + 3584 + 1
+CRITIC_ROOT = 152064 * 5120 + 5120 + 5120 + 1
+TOKENS = RunConfig().learner.max_tokens_per_micro_batch
+PER_BLOCK = activation_bytes_per_block(P, num_tokens=TOKENS, compute_bytes=2)
+GATHERED = {name: 2 * (one.num_root_params + 2 * one.num_block_params) for name, one in (("7B", P), ("32B", LARGE))}
+MEAN: dict[str, Any] = {"response_tokens": 100.0}
+TEACHER: dict[str, Any] = {"teacher": "32B", **MEAN}
+
+
+def critic_share(critic: ModelShape) -> float:
+    """Of the policy's operations."""
+    return (critic.num_visited_params + critic.hidden_size) / P.num_active_params
+
+
+PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
+    "a rank has 16 bytes per parameter over the ranks": ({}, {}, {
+        "masters (float32)": NUM_7B, "moments (AdamW)": 2 * NUM_7B, "gradients (float32)": NUM_7B,
+        "arenas of weight sync (2 slots)": NUM_7B, "unsharded weights": GATHERED["7B"],
+        "logits of a chunk": 3 * 4 * 1024 * 152064, "weights": 2 * NUM_7B, "host: reference": None}),
+    "a model that is small compared with the device stays whole": (
+        {}, {"device": BIG._replace(total_bytes=1000 * GIB)}, {"unsharded weights": 2 * NUM_7B}),
+    "a reference is a model in the compute dtype": (kl(), {}, {"reference": 2 * NUM_7B // 4}),
+    "masters of an offloaded learner pass in pieces": (
+        {"learner": {"cpu_offload": True}}, {}, {
+        "masters (float32)": None, "moments (AdamW)": None, "gradients (float32)": None,
+        "masters on their way to an arena": 64 * 2**20}),
+    "a critic has all of it but the head": ({}, {"critic": "7B"}, {
+        "critic": 12 * NUM_CRITIC // 4, "gradients of the critic": 4 * NUM_CRITIC // 4,
+        "unsharded weights": GATHERED["7B"], "unsharded weights, critic": None}),
+    "arenas have as many slots as are given": (
+        {"weight_sync": {"num_slots": 3}}, {}, {"arenas of weight sync (3 slots)": 3 * NUM_7B * 2 // 4}),
+    "without checkpointing every block keeps its activations": (NO_CHECKPOINTING, {}, {"activations": 28 * PER_BLOCK}),
+    "with it, its input": ({}, {}, {"activations": PER_BLOCK + 28 * TOKENS * 3584 * 2}),
+    "what leaves a device is in host memory": (OFFLOADED, {"critic": "7B"}, {
+        "host: masters, moments and gradients": 16 * NUM_7B // 4, "host: reference": 2 * NUM_7B // 4,
+        "host: critic with its gradients": 16 * NUM_CRITIC // 4, "reference": None, "critic": None}),
+    "a shared device moves masters and moments, and keeps the arena": (COLOCATED, {}, {
+        "is_paired": True, "moved_bytes": 12 * NUM_7B // 4, "arena_bytes": 2 * NUM_7B // 4, "engine.is_staged": False,
+        "host: the learner, while engines compute": 12 * NUM_7B // 4}),
+    "adapters alone are trained and published": ({}, {"policy": ADAPTED}, {
+        "masters (float32)": ADAPTED.num_adapter_params, "frozen weights": 2 * NUM_7B // 4, "unsharded gradients": 0}),
+    # The learner computes with its models in turn, so the largest counts.
+    "a smaller critic computes in the memory of the policy": ({}, {"critic": "0.5B"}, {
+        "unsharded weights": GATHERED["7B"], "unsharded weights, critic": None}),
+    "a larger one needs more": ({}, {"critic": "32B"}, {
+        "unsharded weights, critic": 2 * (CRITIC_ROOT + 2 * LARGE.num_block_params),
+        "unsharded gradients, critic": 6 * (CRITIC_ROOT + LARGE.num_block_params),
+        "logits of a chunk, critic": 3 * 4 * 1024, "activations": None}),
+    "a larger teacher needs its share, its pass and its unsharded weights": (kl("some/teacher"), TEACHER, {
+        "reference": 2 * LARGE.num_params // 4, "unsharded weights": GATHERED["7B"],
+        "passes": 4 + LARGE.num_active_params / P.num_active_params}),
+    "also of a policy with adapters, which needs less": (kl("some/teacher"), {**TEACHER, "adapters": 8 * 10**6}, {
+        "reference": 2 * LARGE.num_params // 4, "unsharded weights, reference": GATHERED["32B"]}),
+    "a smaller teacher computes in the memory of the policy": (
+        kl("some/teacher"), {"teacher": "0.5B", "adapters": 8 * 10**6}, {
+        "unsharded weights": GATHERED["7B"], "unsharded weights, reference": None}),
+    "a teacher may be offloaded": (kl("some/teacher", reference_cpu_offload=True), TEACHER, {
+        "reference": None, "host: reference": 2 * LARGE.num_params // 4}),
+    # The engine
+    "the cache gets what weights and workspace leave": (
+        {"rollout": {"gpu_memory_utilization": 0.5, "max_num_seqs": 10, "max_model_len": 2048}}, {}, {
+        "engine.kv_bytes": 40 * GIB - 2 * NUM_7B - 2 * GIB, "engine.kv_demand": 20480, "engine.is_staged": True,
+        "engine.kv_tokens": (40 * GIB - 2 * NUM_7B - 2 * GIB) // (2 * 28 * 4 * 128 * 2)}),
+    "no shadow of 14.2 GiB fits into 12": (
+        {"rollout": {"gpu_memory_utilization": 0.85}}, {}, {"engine.is_staged": False}),
+    # Forward passes: 1 + 2 for the backward
+    "a pass is repeated with checkpointing": ({}, MEAN, {"passes": 4}),
+    "and not without": (NO_CHECKPOINTING, MEAN, {"passes": 3}),
+    "a reference makes a forward pass": (kl(), MEAN, {"passes": 5}),
+    "so does a shared critic": ({**GAE, "critic": {"shared_backbone": True}}, MEAN, {"passes": 5}),
+    "passes of a small critic are cheap": (
+        GAE, {**MEAN, "critic": "0.5B"}, {"passes": 4 + 4 * critic_share(SMALL)}),
+    "those of a large one are not": (GAE, {**MEAN, "critic": "32B"}, {"passes": 4 + 4 * critic_share(LARGE)}),
+    "and repeat with its updates": (
+        {**GAE, "critic": {"updates_per_step": 2}}, {**MEAN, "critic": "32B"}, {"passes": 4 + 8 * critic_share(LARGE)}),
+    "the greedy response is generated and not trained": (
+        {"algorithm": {"advantage_estimator": "remax"}, "rollout": {"group_size": 16}}, MEAN, {
+        "passes": 4, "num_responses": 17 * (RunConfig().mode.max_staleness + 1) * RunConfig().trainer.groups_per_step}),
+    # Weight sync
+    "a version moves every published byte to every replica": ({**THREE_ENGINES, "weight_sync": {"relay": "off"}}, {}, {
+        "sync.version_bytes": 2 * NUM_7B, "sync.device_bytes": NUM_7B, "sync.relays": False,
+        "sync.rank_bytes": -(-3 * 2 * NUM_7B // 4)}),
+    "relayed, a rank sends it once": ({**THREE_ENGINES, "weight_sync": {"relay": "auto"}}, {}, {
+        "sync.rank_bytes": 2 * NUM_7B // 4, "sync.relays": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "given", "expected"), PLANS.values(), ids=PLANS)
+def test_a_plan_counts(sections: Sections, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    plan = plan_of(sections, given)
+    found = {name: value(plan, name) for name in expected}
+    assert found == {name: pytest.approx(n, rel=1e-12) if isinstance(n, float) else n for name, n in expected.items()}
+
+
+def test_a_shape_is_read_from_the_config_alone() -> None:
+    assert (P.num_params, P.num_head_params, P.num_layers) == (NUM_7B, 152064 * 3584, 28)
+    block = 2 * 3584 * 3584 + 2 * 3584 * 512 + (3584 + 2 * 512) + 3 * 3584 * 18944 + 2 * 3584
+    assert (P.num_block_params, P.num_root_params) == (block, NUM_7B - 28 * block)
+    for tp, heads in ((1, 4), (8, 1)):
+        assert P.kv_bytes_per_token(tensor_parallel_size=tp, dtype_bytes=2) == 2 * 28 * heads * 128 * 2
+    # q, o: 2 x (in + out); k, v; gate, up, down.
+    e, kv, i = 3584, 512, 18944
+    assert ADAPTED.num_adapter_params == 28 * 8 * (2 * (e + e) + 2 * (e + kv) + 3 * (e + i))
+    assert ADAPTED.num_params == NUM_7B
+
+
+def test_shapes_of_other_architectures() -> None:
+    def of(settings: Any) -> ModelShape:
+        return model_shape(ModelConfig(), settings)
+
+    assert of(KINDS["qwen2"]()).num_head_params == 0, "tied weights count once"
+    assert of(KINDS["qwen3_moe"]()).intermediate_size == 2 * 32, "experts that a token visits"
+    small: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96}
+    heads: dict[str, Any] = {"head_dim": 16, "num_attention_heads": 4, "num_hidden_layers": 6, "global_head_dim": 48}
+    assert of(Gemma4TextConfig(**small, **heads)).head_dim == 48, "blocks that differ are planned as the largest"
+    # DeepSeek-V2-Lite: 512 + 64 numbers per token and block on every device, where 16 heads would have 2 x 16 x 128.
+    latent = of(DeepseekV2Config(
+        **small, moe_intermediate_size=32, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=16,
+        kv_lora_rank=512, qk_rope_head_dim=64, n_routed_experts=4,
+    ))  # fmt: skip
+    assert [latent.kv_bytes_per_token(tensor_parallel_size=n, dtype_bytes=2) for n in (1, 8)] == [
+        3 * (512 + 64) * 2
+    ] * 2
+
+
+# What cannot fit, and what a person reads
+
+
+SMALL_DEVICE: dict[str, Any] = {"device": BIG._replace(total_bytes=16 * GIB)}
+MANY_RANKS: Any = {"num_ranks": 64, "max_tokens_per_micro_batch": 1024}
+UTILIZATION = "rollout.gpu_memory_utilization"
+
+
+def on_host(num_gib: int | None) -> tuple[Sections, dict[str, Any]]:
+    """7.6 billion x 16 bytes are 113.5 GiB."""
+    return {"learner": {"cpu_offload": True, "num_ranks": 2}}, {"host_bytes": num_gib and num_gib * GIB}
+
+
+def of_24_gib(utilization: float) -> tuple[Sections, dict[str, Any]]:
+    rollout = {"gpu_memory_utilization": utilization, "max_model_len": 32512}
+    return {"rollout": rollout, "learner": MANY_RANKS}, {"device": BIG._replace(total_bytes=24 * GIB)}
+
+
+REFUSED: dict[str, tuple[Sections, dict[str, Any], list[str], str, str]] = {
+    # fact: (sections, given, keys that are refused, words of the problems, words of the plan)
+    "the state of the learner": ({}, {"device": BIG._replace(total_bytes=24 * GIB)}, ["learner.num_ranks"],
+        "masters (float32), moments (AdamW), gradients", ""),
+    "activations": ({"learner": {"activation_checkpointing": False, "max_tokens_per_micro_batch": 1 << 17}}, {},
+        ["learner.max_tokens_per_micro_batch"], "activations", ""),
+    "the longest sequence": ({"rollout": {"gpu_memory_utilization": 0.15}}, {}, [UTILIZATION],
+        "must hold one sequence", ""),
+    "a shadow": ({"rollout": {"gpu_memory_utilization": 0.95}, "weight_sync": {"commit": "staged"}}, {},
+        ["weight_sync.commit"], "only 4.00 GiB are left", ""),
+    "the ranks of a host together": (*on_host(113), ["learner.cpu_offload"],
+        "masters, moments and gradients: 113.48 GiB", "113.48 GiB of 113.00 GiB"),
+    "which fit into more": (*on_host(114), [], "", "2 ranks together"),
+    "hosts of another cluster may have any size": (*on_host(None), [], "", ""),
+    "a shared device that fits": (COLOCATED, {}, [], "", "21.28 GiB per device"),
+    "an engine next to the arena": ({**COLOCATED, "rollout": {"num_replicas": 4, "gpu_memory_utilization": 0.99}}, {},
+        [UTILIZATION], "3.55 GiB of arena", "arena of the learner"),
+    "an odd number of ranks": ({**COLOCATED, "learner": {"num_ranks": 3}}, {}, ["learner.num_ranks"], "", ""),
+    "no cache, as counted": ({"learner": MANY_RANKS}, SMALL_DEVICE, [UTILIZATION], "", ""),
+    "nothing is sure of other dtypes": (
+        {"learner": MANY_RANKS, "rollout": {"engine_args": {"quantization": "fp8"}}}, SMALL_DEVICE, [], "",
+        "Counted as without rollout.engine_args.quantization"),
+    "the default is no other dtype": (
+        {"learner": MANY_RANKS, "rollout": {"engine_args": {"kv_cache_dtype": "auto"}}}, SMALL_DEVICE, [UTILIZATION],
+        "", ""),
+    "a cache that does not fit next to half the workspace": (*of_24_gib(0.66), [UTILIZATION], "", ""),
+    "one that may fit is marked": (*of_24_gib(0.7), [], "", "(may not fit: the longest sequence"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "given", "keys", "words", "planned"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_fit_is_refused_by_name(
+    sections: Sections, given: dict[str, Any], keys: list[str], words: str, planned: str
 ) -> None:
-    share = (critics[name].num_visited_params + critics[name].hidden_size) / shape_7b.num_active_params
-    assert share < 0.06 if name == "small" else share > 4
-    assert passes(with_critic(shape_7b, critics[name])) == pytest.approx(4.0 + 4.0 * share)
-    twice = with_critic(shape_7b, critics[name], critic={"updates_per_step": 2})
-    assert passes(twice) == pytest.approx(4.0 + 8.0 * share)
+    cfg, plan = config(**sections), plan_of(sections, given)
+    found = problems(plan, cfg)
+    assert [problem.key for problem in found] == keys
+    assert words in "\n".join(map(str, found))
+    assert planned in format_plan(plan, cfg)
 
 
-def computing(found: RunPlan) -> dict[str, int]:
-    return {item.name: item.nbytes for item in found.learner if not item.is_exact}
+def test_processes_that_share_a_host_are_added_up() -> None:
+    cfg, host = config(), Device(name="cpu", total_bytes=200 * GIB, is_shared=True)
+    plan = planned(cfg, P, host)
+    assert plan.engine.kv_bytes == GIB
+    (problem,) = problems(plan, cfg)
+    needed = cfg.learner.num_ranks * total(plan.learner) + cfg.rollout.num_replicas * total(plan.engine.items)
+    assert problem.value == f"{gib(needed)} for this host", "all ranks and engines together"
+    assert not problems(planned(cfg, P, host._replace(total_bytes=2000 * GIB)), cfg)
+    offloaded = planned(config(learner={"cpu_offload": True}), P, host)
+    assert min_bytes((*offloaded.learner, *offloaded.host)) >= min_bytes(plan.learner), "there is nowhere else to go"
 
 
-def test_the_larger_of_policy_and_critic_needs_memory_to_compute(
-    shape_7b: ModelShape, critics: dict[str, ModelShape]
-) -> None:
-    alone = computing(planned(config(), shape_7b))
-    assert computing(with_critic(shape_7b, critics["small"])) == alone
-    assert computing(with_critic(shape_7b, shape_7b)) == alone, "a critic has no logits"
-    large, tokens = critics["large"], config().learner.max_tokens_per_micro_batch
-    got = computing(with_critic(shape_7b, large))
-    root = 152064 * 5120 + 5120 + 5120 + 1
-    assert got["unsharded weights, critic"] == 2 * (root + 2 * large.num_block_params)
-    assert got["unsharded gradients, critic"] == 6 * (root + large.num_block_params)
-    assert got["activations, critic"] > 64 * tokens * 5120 * 2
-    assert got["logits of a chunk, critic"] == 3 * 4 * 1024
-    assert not alone.keys() & got.keys() and sum(got.values()) > sum(alone.values())
-    own = with_critic(large, critics["small"])
-    assert "activations" in computing(own) and total(own.learner) > total(planned(config(), large).learner)
+LONG: Sections = {"rollout": {"max_response_tokens": 16384}, "trainer": {"groups_per_step": 1024}}
+SHORT: Sections = {"rollout": {"max_response_tokens": 64}, "trainer": {"groups_per_step": 16}}
+FLOPS = 2 * 4 * P.num_active_params * 1024 * 16 * (100 + 16384) / 4
+GIVEN: Sections = {"rollout": {"max_response_tokens": 4096, "group_size": 8}, **NO_CHECKPOINTING}
+UNKNOWN: Sections = {"rollout": {"max_response_tokens": 4096}, "mode": {"max_staleness": 0}}
+FEW: Sections = {"rollout": {"max_num_seqs": 256, "max_concurrency": 8}, "trainer": {"groups_per_step": 4}}
+TIGHT: Sections = {"rollout": {"max_response_tokens": 20480}, "trainer": {"groups_per_step": 32}}
+SPILLS = "(may not fit: it spills to disk)"
 
 
-@pytest.mark.parametrize("rank", [0, 8])
-def test_a_teacher_costs_its_own_size(rank: int, shape_7b: ModelShape, critics: dict[str, ModelShape]) -> None:
-    """Its share of memory, its pass, and what is there while it computes; whether the policy has adapters or not."""
-    large, policy = critics["large"], replace(shape_7b, num_adapter_params=rank * 10**6)
-    kl = replace(RunConfig().algorithm.kl, coef=0.1, reference_model="some/teacher")
+def sixteen(commit: str, relay: str) -> Sections:
+    return {
+        "rollout": {"num_replicas": 16, "gpu_memory_utilization": 0.5},
+        "weight_sync": {"commit": commit, "relay": relay},
+    }
 
-    def plan(teacher: ModelShape | None, **learner: bool) -> RunPlan:
-        cfg = config(algorithm={"kl": kl if teacher is not None else RunConfig().algorithm.kl}, learner=learner)
-        return planned(cfg, policy, teacher=teacher, response_tokens=100.0)
 
-    parts = {item.name: item.nbytes for item in plan(large).learner}
-    assert parts["reference"] == 2 * large.num_params // 4
-    assert passes(plan(large)) - passes(plan(None)) == pytest.approx(large.num_active_params / policy.num_active_params)
-    offloaded = plan(large, reference_cpu_offload=True)
-    assert {item.name: item.nbytes for item in offloaded.host}["reference"] == 2 * large.num_params // 4
-    assert "reference" not in {item.name for item in offloaded.learner}
-    whole = parts["unsharded weights, reference"] if rank else parts["unsharded weights"]
-    assert whole == 2 * ((large if rank else policy).num_root_params + 2 * (large if rank else policy).num_block_params)
-    assert computing(plan(critics["small"])) == computing(plan(None)), "a smaller one computes in less than the policy"
+def pull(readers: int) -> str:
+    return f"no pull is faster than {readers * 2 * NUM_7B / 4 / 25e9:.3g} s at 25 GB/s"
+
+
+TEXTS: dict[str, tuple[Sections, dict[str, Any], list[str], list[str]]] = {
+    # fact: (sections, given, words, words that are absent)
+    "what the deadline asks of the devices": (LONG, {}, [
+        f"learner.timeout_s=1,800 if each learner device trains at {FLOPS / 1800 / 1e12:,.0f} TFLOP/s",
+        "Up to 32 responses are generated one after the other: 19 s for each"], []),
+    "a short step asks nothing": (SHORT, {}, [], ["TFLOP/s", "one after the other"]),
+    "the mean that was given": (GIVEN, {"prompt_tokens": 512.0, "response_tokens": 966.0}, [
+        "966 tokens, on average", "either: generation takes 0.48 to 1.1 times the time of learning"],
+        ["--response-tokens", "alternate"]),
+    "the longest and a quarter of it": (UNKNOWN, {}, [
+        "--response-tokens N", "4,096 tokens, the longest", "1,024 tokens, a quarter of it", "alternate"], []),
+    "requests that an engine gets at once": (
+        FEW, {}, ["128 responses; the engines generate 32 at once", "Up to 4 responses are generated one after"], []),
+    "engines relay: 4 ranks, and every engine device reads all of it": (sixteen("auto", "auto"), {}, [pull(4)], []),
+    "engines do not relay": (sixteen("auto", "off"), {}, [pull(16)], []),
+    "only shadow blocks are relayed": (sixteen("inplace", "auto"), {}, [pull(16)], []),
+    "an object store that spills": (TIGHT, {}, [SPILLS, "of 0.25 GiB"], []),
+    "one that is large": ({**TIGHT, "ray": {"object_store_gib": 4.0}}, {}, [], [SPILLS]),
+    "one of a cluster that is joined": ({**TIGHT, "ray": {"address": "auto"}}, {}, [], [SPILLS, "of 0.25 GiB"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "given", "words", "absent"), TEXTS.values(), ids=TEXTS)
+def test_a_plan_reads(sections: Sections, given: dict[str, Any], words: list[str], absent: list[str]) -> None:
+    text = format_plan(plan_of(sections, given), config(**sections))
+    assert [each for each in words if each not in text] == [each for each in absent if each in text] == []
+
+
+@pytest.mark.parametrize("name", [entry for entry in config_names(packaged_configs()) if entry.endswith("_7b")])
+def test_no_shipped_configuration_asks_more_of_a_device_than_an_h100_trains_at(name: str) -> None:
+    cfg = load_config(["--config-name", name])
+    critic = P if cfg.algorithm.uses_critic else None
+    work = planned(cfg, P, critic=critic, prompt_tokens=float(cfg.task.max_prompt_tokens)).work
+    assert work[cfg.rollout.max_response_tokens].learner_flops / cfg.learner.timeout_s < 0.45 * 989e12
+
+
+# Against a real learner
+
+
+def test_a_real_learner_allocates_what_was_planned(tmp_path: Path) -> None:
+    cfg = run_config(save_tiny(tmp_path / "model", "llama"), num_ranks=1)
+    with process_group(tmp_path / "store"):
+        real = PolicyTrainer(cfg, device=torch.device("cpu"), backend=get_backend("cpu"))
+        params = [p.to_local() if isinstance(p, DTensor) else p for p in real.model.parameters()]
+        moments = [t for state in real._optimizers[""]._adamw.state.values() for t in state.values() if t.ndim]
+    host = Device(name="cpu", total_bytes=64 * GIB, is_shared=True)
+    items = learner_items(cfg, model_shape(cfg.model, KINDS["llama"]()), host, reference=None, critic=None)
+    parts = {item.name: item.nbytes for item in items}
+    assert parts["masters (float32)"] == sum(p.numel() * p.element_size() for p in params)
+    assert parts["moments (AdamW)"] == sum(t.numel() * t.element_size() for t in moments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("qwen2", torch.bfloat16)]
+)
+def test_activations_are_estimated_within_half(kind: str, dtype: torch.dtype) -> None:
+    """What autograd keeps of one block, parameters left out, with attention that keeps no scores."""
+    settings, num_tokens, kept = KINDS[kind](), 64, dict[int, int]()
+    for name, size in {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 1, "head_dim": 32}.items():
+        setattr(settings, name, size)
+    model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").to(dtype)
+    params = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in params:
+            kept[storage.data_ptr()] = storage.nbytes()
+        held.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda t: t):
+        model.base_model(input_ids=torch.zeros(1, num_tokens, dtype=torch.long))
+    block = replace(P, hidden_size=128, intermediate_size=344, num_heads=4, num_kv_heads=2, head_dim=32)
+    expected = activation_bytes_per_block(block, num_tokens=num_tokens, compute_bytes=dtype.itemsize)
+    assert sum(kept.values()) == pytest.approx(expected, rel=0.5)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("rank", [0, 8])
-def test_forward_and_backward_are_the_operations_that_a_run_counts(tmp_path: Path, kind: str, rank: int) -> None:
-    if rank:
-        pytest.importorskip("peft")
+def test_forward_and_backward_are_the_operations_that_a_run_counts(kind: str, rank: int) -> None:
     settings, lora = KINDS[kind](), LoraConfig(rank=rank, target_modules="q_proj+o_proj")
-    settings.save_pretrained(tmp_path)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(settings)
     if rank:
+        pytest.importorskip("peft")
         add_adapters(hf, check_architecture(hf), lora, base_dtype=torch.float32)
     counted = flops.model_flops(hf)
     assert counted is not None
-    shape = model_shape(ModelConfig(lora=lora), AutoConfig.from_pretrained(tmp_path))
-    assert bool(shape.num_adapter_params) == bool(rank)
-    assert training_flops(shape, recomputes=False) == counted.per_token + counted.per_loss_token
-
-
-def test_the_greedy_answer_is_generated_and_not_trained(shape_7b: ModelShape) -> None:
-    remax, rloo = (
-        planned(
-            config(algorithm={"advantage_estimator": name}, rollout={"group_size": 2}), shape_7b, response_tokens=100.0
-        ).work[100.0]
-        for name in ("remax", "rloo")
-    )
-    assert remax.engine_flops / rloo.engine_flops == pytest.approx(3 / 2)
-    assert remax.learner_flops == rloo.learner_flops
-
-
-def test_a_deadline_that_asks_much_of_the_devices_is_told(shape_7b: ModelShape) -> None:
-    long = config(rollout={"max_response_tokens": 16384}, trainer={"groups_per_step": 1024})
-    told = format_plan(planned(long, shape_7b), long)
-    flops = 2 * 4 * shape_7b.num_active_params * 1024 * 16 * (100 + 16384) / 4
-    assert f"learner.timeout_s=1,800 if each learner device trains at {flops / 1800 / 1e12:,.0f} TFLOP/s" in told
-    assert "Up to 32 responses are generated one after the other: 19 s for each" in told
-    short = config(rollout={"max_response_tokens": 64}, trainer={"groups_per_step": 16})
-    assert "TFLOP/s" not in (told := format_plan(planned(short, shape_7b), short))
-    assert "one after the other" not in told
-
-
-@pytest.mark.parametrize("name", [entry for entry in config_names(packaged_configs()) if entry.endswith("_7b")])
-def test_no_shipped_configuration_asks_more_of_a_device_than_an_h100_trains_at(name: str, shape_7b: ModelShape) -> None:
-    cfg = load_config(["--config-name", name])
-    critic = shape_7b if cfg.algorithm.uses_critic else None
-    work = planned(cfg, shape_7b, critic=critic, prompt_tokens=float(cfg.task.max_prompt_tokens)).work
-    assert work[cfg.rollout.max_response_tokens].learner_flops / cfg.learner.timeout_s < 0.45 * 989e12
+    found = model_shape(ModelConfig(lora=lora), settings)
+    assert bool(found.num_adapter_params) == bool(rank)
+    assert training_flops(found, recomputes=False) == counted.per_token + counted.per_loss_token
 
 
 # Against measured runs
 
 
-ANSWERS, PROMPT_TOKENS = 32 * 8, 512
-PROMPTS = ANSWERS * PROMPT_TOKENS
-MEAN_W1 = 966
+NUM_RESPONSES = 32 * 8
+PROMPTS = NUM_RESPONSES * 512
+W1 = 966
+"""Mean length."""
 
 
-def work(shape: ModelShape, ranks: int, engines: int, *, answers: float, prompts: float = PROMPTS) -> StepWork:
-    """No activation checkpointing, KL or critic."""
+def work(ranks: int, engines: int, *, responses: float) -> StepWork:
+    """`responses`: their tokens. No activation checkpointing, KL or critic."""
     return StepWork(
-        learner_flops=training_flops(shape, recomputes=False) * (prompts + answers) / ranks,
-        engine_flops=FORWARD * shape.num_active_params * answers / engines,
+        learner_flops=training_flops(P, recomputes=False) * (PROMPTS + responses) / ranks,
+        engine_flops=FORWARD * P.num_active_params * responses / engines,
     )
 
 
@@ -216,13 +452,12 @@ the seconds that a step's generation, the same at the full rate, and learning ta
 
 @pytest.mark.parametrize(("name", "split", "staleness", "step_s", "tokens_per_s", "seconds"), RUNS)
 def test_both_ends_of_the_range_are_as_near_to_what_was_measured_as_the_page_says(
-    name: str, split: tuple[int, int, int], staleness: int, step_s: float, tokens_per_s: float,
-    seconds: tuple[float, float, float], shape_7b: ModelShape,
-) -> None:  # fmt: skip
+    name: str, split: tuple[int, int, int], staleness: int, step_s: float, tokens_per_s: float, seconds: Any
+) -> None:
     ranks, engines, num_devices = split
     generation_s, full_s, learning_s = seconds
-    answers = round(tokens_per_s * num_devices * step_s) - PROMPTS  # with the lengths that this run had
-    full, few = work(shape_7b, ranks, engines, answers=answers).generation_over_learning
+    responses = round(tokens_per_s * num_devices * step_s) - PROMPTS  # with the lengths that this run had
+    full, few = work(ranks, engines, responses=responses).generation_over_learning
     assert full / 1.25 < full_s / learning_s < full * 1.75, name
     least, most = (0.75, 1.0) if staleness else (0.6, 1.75)  # a tail that nothing overlaps is slower still
     assert least * few < generation_s / learning_s < most * few, name
@@ -231,69 +466,16 @@ def test_both_ends_of_the_range_are_as_near_to_what_was_measured_as_the_page_say
 @pytest.mark.parametrize(
     ("ranks", "engines", "mean", "expected"),
     [
-        (2, 2, MEAN_W1, "either"),  # 7B: the learner sets the pace once S = 2 overlaps the tails
-        (1, 1, MEAN_W1, "either"),  # 3B, likewise
+        (2, 2, W1, "either"),  # 7B: the learner sets the pace once S = 2 overlaps the tails
+        (1, 1, W1, "either"),  # 3B, likewise
         (1, 1, 256, "learning"),  # uniform: the learner works for 7.5 s of 7.6
-        (3, 1, MEAN_W1, "generation"),  # 7B: from the measured split, 16.4 s at the full rate against 13.6 s
-        (1, 3, MEAN_W1, "learning"),
+        (3, 1, W1, "generation"),  # 7B: from the measured split, 16.4 s at the full rate against 13.6 s
+        (1, 3, W1, "learning"),
         (6, 2, 4096, "generation"),
     ],
 )
-def test_the_bottleneck_is_named_as_it_was_measured(
-    shape_7b: ModelShape, ranks: int, engines: int, mean: float, expected: str
-) -> None:
-    assert work(shape_7b, ranks, engines, answers=ANSWERS * mean).bottleneck == expected
-
-
-def test_a_plan_is_made_for_the_mean_that_was_given(shape_7b: ModelShape) -> None:
-    cfg = config(rollout={"max_response_tokens": 4096, "group_size": 8}, learner={"activation_checkpointing": False})
-    plan = planned(cfg, shape_7b, prompt_tokens=512.0, response_tokens=966.0)
-    assert list(plan.work) == [966.0]
-    expected = 966 / (512 + 966) / 3
-    assert plan.work[966.0].generation_over_learning == pytest.approx((expected / 0.45, expected / 0.2))
-    text = format_plan(plan, cfg)
-    assert "966 tokens, on average" in text
-    assert "either: generation takes 0.48 to 1.1 times the time of learning" in text
-    assert "--response-tokens" not in text and "alternate" not in text
-    unknown = config(rollout={"max_response_tokens": 4096}, mode={"max_staleness": 0})
-    plan = planned(unknown, shape_7b)
-    assert list(plan.work) == [4096, 1024]
-    for words in ("--response-tokens N", "4,096 tokens, the longest", "1,024 tokens, a quarter of it", "alternate"):
-        assert words in format_plan(plan, unknown)
-
-
-# Weight sync
-
-
-HALF = {"gpu_memory_utilization": 0.5}
-"""Room for a shadow, so that engines may hand versions on."""
-
-
-def test_a_version_moves_every_published_byte_to_every_replica(shape_7b: ModelShape) -> None:
-    def to_three_engines(relay: str) -> SyncTraffic:
-        rollout = {"num_replicas": 3, "tensor_parallel_size": 2, **HALF}
-        return planned(config(rollout=rollout, weight_sync={"relay": relay}), shape_7b).sync
-
-    sync = to_three_engines("off")
-    assert (sync.version_bytes, sync.device_bytes, sync.relays) == (2 * NUM_7B, NUM_7B, False)
-    assert sync.rank_bytes == -(-3 * 2 * NUM_7B // 4)
-    assert sync.floor_s(25e9) == pytest.approx(3 * 2 * NUM_7B / 4 / 25e9)
-    relayed = to_three_engines("auto")
-    assert (relayed.rank_bytes, relayed.relays) == (2 * NUM_7B // 4, True)
-    assert relayed.floor_s(25e9) == pytest.approx(NUM_7B / 25e9), "an engine device reads more than a rank sends"
-
-
-def test_the_least_time_of_a_pull_knows_whether_engines_hand_versions_on(shape_7b: ModelShape) -> None:
-    many = {"num_replicas": 16, "gpu_memory_utilization": 0.5}
-
-    def told(commit: str, relay: str) -> str:
-        cfg = config(rollout=many, weight_sync={"commit": commit, "relay": relay})
-        return format_plan(planned(cfg, shape_7b), cfg).partition("no pull is faster than ")[2].splitlines()[0]
-
-    alone, sixteenfold = (f"{times * 2 * NUM_7B / 4 / 25e9:.3g} s at 25 GB/s" for times in (4, 16))
-    assert told("auto", "auto").startswith(alone), "four ranks, and every engine device reads all of it"
-    assert told("auto", "off").startswith(sixteenfold)
-    assert told("inplace", "auto").startswith(sixteenfold), "only shadow blocks are handed on"
+def test_the_bottleneck_is_named_as_it_was_measured(ranks: int, engines: int, mean: float, expected: str) -> None:
+    assert work(ranks, engines, responses=NUM_RESPONSES * mean).bottleneck == expected
 
 
 @pytest.mark.parametrize(
@@ -302,126 +484,89 @@ def test_the_least_time_of_a_pull_knows_whether_engines_hand_versions_on(shape_7
         ((8, 8, 1), (8, 8), "auto", 1),  # all engines on the other node
         ((8, 8, 1), (8, 8), "off", 8),
         ((8, 16, 1), (8, 8, 8), "auto", 2),  # on two others
-        ((4, 20, 1), (8, 8, 8), "auto", 2 + 4),  # and four beside the learners, which do not outnumber them
-        ((2, 22, 1), (8, 8, 8), "auto", 3),  # six beside them, which do
+        ((4, 20, 1), (8, 8, 8), "auto", 2 + 4),  # and four next to the learners, which do not outnumber them
+        ((2, 22, 1), (8, 8, 8), "auto", 3),  # six next to them, which do
         ((8, 4, 4), (8, 8, 8), "auto", 2),
         ((8, 4, 4), (8, 8, 8), "off", 4),
     ],
 )
 def test_a_learner_sends_its_share_to_every_node_on_which_there_are_engines(
-    shape_7b: ModelShape, sizes: tuple[int, int, int], counts: tuple[int, ...], relay: str, served: int
+    sizes: tuple[int, int, int], counts: tuple[int, ...], relay: str, served: int
 ) -> None:
     ranks, replicas, tp = sizes
-    cfg = config(
-        learner={"num_ranks": ranks},
-        rollout={"num_replicas": replicas, "tensor_parallel_size": tp, **HALF},
-        weight_sync={"relay": relay},
-    )
+    rollout = {"num_replicas": replicas, "tensor_parallel_size": tp, "gpu_memory_utilization": 0.5}
+    cfg = config(learner={"num_ranks": ranks}, rollout=rollout, weight_sync={"relay": relay})
     placement = describe_placement(cfg, counts, backend="fast", resource="GPU")
     assert placement.node_of is not None
-    sync = planned(cfg, shape_7b, node_of=placement.node_of).sync
-    assert sync.rank_bytes == -(-served * 2 * NUM_7B // ranks)
-    assert sync.relays == (relay == "auto")
+    sync = planned(cfg, P, node_of=placement.node_of).sync
+    assert (sync.rank_bytes, sync.relays) == (-(-served * 2 * NUM_7B // ranks), relay == "auto")
 
 
-# The object store
+# The object store, against what goes there
 
 
-PROMPT, ANSWER = 200, 1000
+PROMPT, RESPONSE = 200, 1000
 
 
-def group(num_answers: int) -> Group:
-    """All answers of the same length, with four characters per token."""
-    num_tokens = PROMPT + ANSWER
-    # Each with arrays of its own: a pickle writes shared ones once.
-    answers = [
+def group(num_responses: int) -> Group:
+    """All of the same length, with four characters per token, and arrays of their own: a pickle writes shared ones
+    once."""
+    trajectories = [
         Trajectory.of_turns(
-            [make_turn(range(PROMPT), range(PROMPT, num_tokens))], prompt_id="train/0", sample_index=i,
-            reward=float(i % 2), reward_parts={},
-            status="completed", timings={"generate_s": 1.0}, text=f"{i:04d}" + "x" * (4 * ANSWER - 4),
+            [make_turn(range(PROMPT), range(PROMPT, PROMPT + RESPONSE))], prompt_id="train/0", sample_index=i,
+            reward=float(i % 2), reward_parts={}, status="completed", timings={"generate_s": 1.0},
+            text=f"{i:04d}" + "x" * (4 * RESPONSE - 4),
         )
-        for i in range(num_answers)
+        for i in range(num_responses)
     ]  # fmt: skip
-    return Group(group_id=0, prompt_id="train/0", trajectories=answers, start_version=0)
+    return Group(group_id=0, prompt_id="train/0", trajectories=trajectories, start_version=0)
 
 
 def settings(**sections: dict[str, Any]) -> RunConfig:
-    base = {"rollout": {"group_size": 16, "max_response_tokens": ANSWER}, "trainer": {"groups_per_step": 8}}
+    base = {"rollout": {"max_response_tokens": RESPONSE}, "trainer": {"groups_per_step": 8}}
     return config(**{name: base.get(name, {}) | sections.get(name, {}) for name in base | sections})
 
 
-def stored(cfg: RunConfig, *, num_slots: int = 24, num_evaluated: int = 0) -> ObjectStore:
-    return object_store(
-        cfg, prompt_tokens=float(PROMPT), num_evaluated=num_evaluated, num_slots=num_slots,
-        group_size=cfg.rollout.group_size,
-    )  # fmt: skip
+def stored(cfg: RunConfig, **given: Any) -> tuple[dict[str, int], int]:
+    """(sizes by name, bytes of a group)."""
+    store = planned(cfg, P, prompt_tokens=float(PROMPT), **given).store
+    return {item.name.partition(" ")[2]: item.nbytes for item in store.items}, store.group_bytes
 
 
-def store_sizes(store: ObjectStore) -> dict[str, int]:
-    return {item.name: item.nbytes for item in store.items}
-
-
-def test_a_group_has_the_bytes_that_a_worker_sends() -> None:
-    store = stored(settings())
-    assert store.group_bytes == pytest.approx(len(pickle.dumps(group(16))), rel=0.05)
-    assert store.carries_groups
-    assert store_sizes(store)["24 groups in flight"] == 24 * store.group_bytes
-
-
-def test_groups_of_less_than_what_travels_within_a_call_bypass_the_store(shape_7b: ModelShape) -> None:
+def test_a_group_has_the_bytes_that_a_worker_sends_and_small_ones_bypass_the_store() -> None:
+    sizes, of_group = stored(settings())
+    assert of_group == pytest.approx(len(pickle.dumps(group(16))), rel=0.05)
+    num_slots = 8 * (settings().mode.max_staleness + 1)
+    assert sizes["groups in flight"] == num_slots * of_group
     small = settings(rollout={"group_size": 2})
     assert len(pickle.dumps(group(2))) < 100_000
-    assert not stored(small).carries_groups
-    assert list(store_sizes(stored(small))) == ["micro-batches of one step"]
-    assert "Groups bypass it, as up to 100 kB do" in format_plan(planned(small, shape_7b), small)
+    assert list(stored(small)[0]) == ["of one step"]
+    assert "Groups bypass it, as up to 100 kB do" in format_plan(planned(small, P), small)
 
 
-def test_the_store_counts_sequences_evaluations_and_greedy_baselines(shape_7b: ModelShape) -> None:
-    one, three = stored(settings()), stored(settings(task={"agent": "my.agent", "agent_max_sequences": 3}))
-    assert store_sizes(three) == {name: 3 * nbytes for name, nbytes in store_sizes(one).items()}
-    evaluation = store_sizes(stored(settings(), num_evaluated=400))["400 responses of an evaluation"]
-    assert evaluation == 400 * one.group_bytes // 16
-    needed = sum(store_sizes(one).values())  # Ray spills before the store is full
-    for size, spills in ((1.2, True), (1.3, False)):
-        assert stored(settings(ray={"object_store_gib": size * needed / GIB})).may_spill == spills
-    plain, greedy = (
-        planned(settings(algorithm={"advantage_estimator": name}), shape_7b).store for name in ("grpo", "remax")
-    )
-    assert greedy.group_bytes * 16 == plain.group_bytes * 17
-    assert store_sizes(greedy)["micro-batches of one step"] == store_sizes(plain)["micro-batches of one step"]
+def test_the_store_counts_sequences_evaluations_and_greedy_baselines() -> None:
+    sizes, of_group = stored(settings())
+    three, _ = stored(settings(task={"agent": "my.agent", "agent_max_sequences": 3}))
+    assert three == {name: 3 * nbytes for name, nbytes in sizes.items()}
+    assert stored(settings(), num_evaluated=400)[0]["responses of an evaluation"] == 400 * of_group // 16
+    greedy, of_greedy_group = stored(settings(algorithm={"advantage_estimator": "remax"}))
+    assert (of_greedy_group * 16, greedy["of one step"]) == (of_group * 17, sizes["of one step"])
+    for size, spills in ((1.2, True), (1.3, False)):  # Ray spills before the store is full
+        cfg = replace(settings(), ray=RayConfig(object_store_gib=size * sum(sizes.values()) / GIB))
+        assert planned(cfg, P, prompt_tokens=float(PROMPT)).store.may_spill == spills
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"loss": "clip_cov"}, {"advantage_estimator": "gae"}], ids=str)
 def test_micro_batches_have_the_bytes_that_the_ranks_fetch(algorithm: dict[str, Any]) -> None:
+    def nbytes(value: object) -> int:
+        if isinstance(value, np.ndarray):
+            return value.nbytes
+        return sum(nbytes(getattr(value, each.name)) for each in fields(value)) if is_dataclass(value) else 0
+
     cfg = settings(algorithm=algorithm)
-    groups = [group(cfg.rollout.group_size) for _ in range(cfg.trainer.groups_per_step)]
     batch = build_train_batch(
-        groups,
-        step=0,
-        algorithm=cfg.algorithm,
-        num_ranks=2,
-        max_tokens_per_micro_batch=9 * (PROMPT + ANSWER),
-        max_response_tokens=ANSWER,
-    )
+        [group(cfg.rollout.group_size) for _ in range(8)], step=0, algorithm=cfg.algorithm, num_ranks=2,
+        max_tokens_per_micro_batch=9 * (PROMPT + RESPONSE), max_response_tokens=RESPONSE,
+    )  # fmt: skip
     real = sum(nbytes(micro) for rank in batch.micro_batches for micro in rank)
-    assert store_sizes(stored(cfg))["micro-batches of one step"] == pytest.approx(real, rel=0.005)
-
-
-def nbytes(value: object) -> int:
-    """Of all arrays in a micro-batch."""
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    return sum(nbytes(getattr(value, each.name)) for each in fields(value)) if is_dataclass(value) else 0
-
-
-def test_the_store_is_compared_with_that_of_a_private_cluster_alone(shape_7b: ModelShape) -> None:
-    mark = "(may not fit: it spills to disk)"
-    tight = settings(rollout={"max_response_tokens": 20480}, trainer={"groups_per_step": 32})
-    text = format_plan(planned(tight, shape_7b), tight)
-    assert mark in text and "of 0.25 GiB" in text
-    roomy = replace(tight, ray=RayConfig(object_store_gib=4.0))
-    assert mark not in format_plan(planned(roomy, shape_7b), roomy)
-    joined = replace(tight, ray=RayConfig(address="auto"))
-    store = planned(joined, shape_7b).store
-    assert store.total_bytes is None and not store.may_spill
-    assert mark not in format_plan(planned(joined, shape_7b), joined)
+    assert stored(cfg)[0]["of one step"] == pytest.approx(real, rel=0.005)
