@@ -35,7 +35,6 @@ from trainer.config.schema import (
 )
 from trainer.driver.datasets import EvalSet
 from trainer.driver.engine_monitor import EngineIdleMeter
-from trainer.driver.evaluation import Evaluator
 from trainer.driver.loops import TrainingRun
 from trainer.driver.run import Driver
 from trainer.driver.state import RunState
@@ -50,7 +49,7 @@ from trainer.telemetry.trajectories import TrajectoryRecorder
 from weight_sync.types import SyncReport
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rollout.types import RolloutRequest, SamplingParams
@@ -153,6 +152,7 @@ class World:
     load_record: dict[str, float] = field(default_factory=dict)
     idle_engines: EngineIdleMeter = field(default_factory=EngineIdleMeter)
     lost_engines: dict[str, str] = field(default_factory=dict)
+    replicas: dict[str, str] = field(default_factory=lambda: {REPLICA: "live"})
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.script.seed)
@@ -201,6 +201,9 @@ class World:
 
     async def watch(self, **_: object) -> None:
         await asyncio.Event().wait()
+
+    def engine_states(self) -> dict[str, str]:
+        return self.replicas
 
     def exclude_lost_engines(self) -> None:
         """None is lost here."""
@@ -255,10 +258,9 @@ class World:
         return sync_report(version)
 
     @contextlib.asynccontextmanager
-    async def freeze(self, replicas: Sequence[str]) -> AsyncIterator[dict[str, int]]:
-        assert replicas == [REPLICA]
+    async def freeze(self, replicas: Sequence[str]) -> AsyncIterator[Mapping[str, int]]:
         async with self.frozen:
-            yield {REPLICA: self.live}
+            yield dict.fromkeys(replicas, self.live)
 
 
 def sync_report(version: int, **changes: Any) -> SyncReport:
@@ -342,15 +344,6 @@ class ScriptedRun:
     def training(self) -> TrainingRun:
         cfg, world = self.cfg, self.world
         anything: Any = world
-        evaluator = Evaluator(
-            cfg,
-            (*held_out(cfg, self.num_held_out), *self.further_sets),
-            pin_versions=world.freeze,
-            generate=world.evaluate,
-            members=lambda: {REPLICA: "live"},
-            interrupted=self.state.interrupted,
-            first_version=self.state.version,
-        )
         return TrainingRun(
             cfg,
             self.state,
@@ -360,7 +353,8 @@ class ScriptedRun:
             workers=anything,
             learner=anything,
             devices=self.devices or DedicatedDevices(anything),
-            evaluator=evaluator,
+            eval_sets=(*held_out(cfg, self.num_held_out), *self.further_sets),
+            pin_versions=world.freeze,
             live=sync_report(self.state.version),
         )
 
@@ -422,6 +416,23 @@ def recorded(run: ScriptedRun) -> list[dict[str, Any]]:
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def times(run: ScriptedRun, what: str) -> dict[int, float]:
+    """Number of the step, version or group -> when that happened."""
+    return {number: time for time, name, number in run.world.events if name == what}
+
+
+def interrupt_when(run: ScriptedRun, is_time: Callable[[], bool], *, after_s: float = 0.0) -> Callable[..., Any]:
+    """For `ScriptedRun.run(meddle=...)`."""
+
+    async def interrupt() -> None:
+        while not is_time():
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(after_s)
+        run.state.stop("interrupted")
+
+    return lambda _training: interrupt()
 
 
 def watch_batches(run: ScriptedRun) -> list[list[Group]]:

@@ -30,14 +30,14 @@ from tests.fakes.scripted_run import InlineExecutor, config, forever, held_out, 
 from tests.simulation.books import Books
 from tests.simulation.fleet import Fleet, Plan
 from trainer.driver import fleet as workers
-from trainer.driver.evaluation import Evaluator, pinned_versions
+from trainer.driver.evaluation import pinned_versions
 from trainer.driver.loops import TrainingRun
 from trainer.driver.state import RunState
 from trainer.driver.weight_updates import ColocatedDevices, DedicatedDevices
 from weight_sync import members
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from rollout.types import Group, Prompt, RolloutRequest, Trajectory
@@ -128,6 +128,7 @@ class Simulation:
             restart_worker=self._restart_worker,
             sync_states=lambda: self.fleet.states,
         )
+        self._note_evaluations(self.pool)
         self.buffer = RolloutBuffer(
             groups_per_step=self.plan.groups_per_step,
             max_staleness=self.plan.max_staleness,
@@ -170,6 +171,16 @@ class Simulation:
             return choose()
 
         selector.select, buffer._choose = counting_select, counting_choose
+
+    def _note_evaluations(self, pool: Any) -> None:
+        evaluate = pool.evaluate
+
+        async def noting(*how: Any) -> list[Trajectory]:
+            responses = await evaluate(*how)
+            self.evaluated.append({version for one in responses for version in one.policy_versions})
+            return responses
+
+        pool.evaluate = noting
 
     async def _end_workers(self) -> None:
         """Actors outlive the loops; these end with the run."""
@@ -232,14 +243,6 @@ class Simulation:
     def _training(self, live: SyncReport) -> TrainingRun:
         cfg, fleet = self.cfg, self.fleet
         anything: Any = fleet
-        evaluator = Evaluator(
-            cfg,
-            held_out(cfg, HELD_OUT if self.plan.eval_every else 0),
-            pin_versions=partial(pinned_versions, coordinator=fleet.coordinator, workers=self.pool),
-            generate=self._evaluate,
-            members=self.pool.engine_states,
-            interrupted=self.state.interrupted,
-        )
         return WatchedRun(
             self,
             source=PromptSource(prompt_set(200), seed=self.plan.seed, shuffle=True),
@@ -247,7 +250,8 @@ class Simulation:
             workers=self.pool,
             learner=anything,
             devices=self.devices,
-            evaluator=evaluator,
+            eval_sets=held_out(cfg, HELD_OUT if self.plan.eval_every else 0),
+            pin_versions=partial(pinned_versions, coordinator=fleet.coordinator, workers=self.pool),
             live=live,
         )
 
@@ -263,13 +267,6 @@ class Simulation:
         self.pool.exclude_lost_engines()
         for name in behind:  # leased to an evaluation, or lost and on its way to be replaced
             assert self.pool._table[name].state != "live", f"{behind}, and {name} gets requests of training"
-
-    async def _evaluate(
-        self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int]
-    ) -> list[Trajectory]:
-        answers = await self.pool.evaluate(prompts, params, engine, numbers)
-        self.evaluated.append({version for answer in answers for version in answer.policy_versions})
-        return answers
 
     def look(self, run: TrainingRun) -> None:
         buffer = vars(run.buffer)

@@ -1,10 +1,9 @@
 """Evaluation: when it runs, on which engine and version, and what it reports.
 
-Concurrently with training it leases one replica. With other replicas that are live, commits pass it by and it gets no
-new training request: it would sample with weights that are older than its group may have. What it has it finishes, and
-when the evaluation ends it takes the newest weights and is back. The only replica does both: training continues there,
-with the syncs waiting, so the staleness bound limits for how long; or until another one has been started again, which
-then takes the training over.
+Concurrently with training it leases one replica. While other replicas are live, commits pass that one by and it gets no
+new training request: it would sample with weights that are too old. It finishes what it has, and takes the newest
+weights when the evaluation ends. The only live replica serves both: training continues there and syncs wait, so the
+staleness bound limits for how long; or until another replica has been restarted, which then takes the training over.
 
 While the learner waits no commit comes, so all live replicas of the newest version share the prompts.
 """
@@ -43,78 +42,73 @@ if TYPE_CHECKING:
     """Name of the set (empty for that of `task.eval_path`), a prompt, and all responses to it in order."""
     PinVersions = Callable[[Sequence[str]], AbstractAsyncContextManager[Mapping[str, int | None]]]
     """Keeps replicas at their versions while the block runs, and yields these by name."""
-    Generate = Callable[[Sequence[Prompt], SamplingParams, str, Sequence[int]], Awaitable[list[Trajectory]]]
-    """(prompts, sampling, replica, places of the prompts in the evaluation) -> one trajectory per prompt, in order."""
 
 
 log = logging.getLogger(__name__)
 
 
 class EvaluationFailed(Exception):
-    """There is no number, and why. Training does not need one."""
-
-    def __init__(
-        self, reason: str, *, version: int | None = None, time_s: float = 0.0, answers: Sequence[Answered] = ()
-    ) -> None:
-        """
-        Args:
-            version: None if it ended before it had one.
-            answers: all of them, if they all came in.
-        """
-        super().__init__(reason)
-        self.version, self.time_s, self.answers = version, time_s, answers
+    """There is no accuracy, and why. Training does not need one."""
 
 
 class Evaluator:
-    """Evaluates the live version; one evaluation at a time."""
+    """Decides which versions are evaluated, evaluates one at a time, and records the results. A failed evaluation is
+    counted and reported, and training continues."""
 
     def __init__(
         self,
         cfg: RunConfig,
         eval_sets: Sequence[EvalSet],
+        state: RunState,
+        telemetry: Telemetry,
         *,
+        workers: Fleet,
         pin_versions: PinVersions,
-        generate: Generate,
-        members: Callable[[], Mapping[str, str]],
-        interrupted: asyncio.Event,
-        first_version: int = 0,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         """
         Args:
             eval_sets: the set that gives the accuracy first; none for no evaluation.
-            members: replica -> "live", or how it was lost.
-            interrupted: leaves `trainer.shutdown_timeout_s` to what runs then, and nothing is due any more.
-            first_version: the one that this process begins with; periods are counted from there.
+            tasks: gets evaluations that run concurrently with training.
         """
         self._cfg, self._reward, self._eval_sets = cfg.trainer, cfg.task.reward.name, eval_sets
+        self._state, self._telemetry, self._workers = state, telemetry, workers
+        self._pin_versions, self._tasks = pin_versions, tasks
         self._prompts = [prompt for one in eval_sets for prompt in one.prompts for _ in range(one.num_samples)]
-        self._num_samples = [one.num_samples for one in eval_sets for _ in one.prompts]
+        num_samples = [one.num_samples for one in eval_sets for _ in one.prompts]
+        self._prompt_of_R = np.repeat(np.arange(len(num_samples)), num_samples)  # R responses
         self._params = SamplingParams(
             max_tokens=cfg.rollout.max_response_tokens,
             temperature=cfg.trainer.eval_temperature,
             top_p=cfg.trainer.eval_top_p,
             stop=tuple(cfg.rollout.stop),
         )
-        self._pin_versions, self._generate, self._members = pin_versions, generate, members
-        self._interrupted, self._first_version = interrupted, first_version
-        self.last_version = -1
+        self._first_version = state.version
+        """The one that this process begins with; periods are counted from there."""
+        self._last_version = -1
         """Of the last evaluation; -1 before the first."""
+        self._version: int | None = None
+        """Of the evaluation that runs; None before its replica is pinned."""
         self._is_running = False
         self._began_at, self._ended_at, self._ran_s = 0.0, -math.inf, 0.0
+        self._concurrent: asyncio.Task[None] | None = None
+        """The last evaluation that began concurrently with training; may have ended."""
 
-    def is_due(self, version: int) -> bool:
-        """Whether a periodic evaluation falls between the last evaluated version and this one.
-
-        Not while one is running: the next live version after it has its turn.
-        """
-        every, last = self._cfg.eval_every, self.last_version
-        if not self.is_possible or not every or self._is_running or self._interrupted.is_set():
-            return False
-        return version > last and version // every > max(last, self._first_version) // every
+    # When
 
     @property
     def is_possible(self) -> bool:
         return bool(self._prompts)
+
+    def is_due(self, version: int) -> bool:
+        """Whether a periodic evaluation falls between the last evaluated version and this one.
+
+        Not while one is running: the next live version after it has its turn. Not after an interrupt.
+        """
+        every, last = self._cfg.eval_every, self._last_version
+        if not self.is_possible or not every or self._is_running or self._state.interrupted.is_set():
+            return False
+        return version > last and version // every > max(last, self._first_version) // every
 
     @property
     def idle_s(self) -> float:
@@ -126,9 +120,47 @@ class Evaluator:
         """For how long any has been running so far, in seconds. It never falls: a difference is an overlap."""
         return self._ran_s + (asyncio.get_running_loop().time() - self._began_at if self._is_running else 0.0)
 
-    async def run(self, pinned: asyncio.Event | None = None) -> tuple[dict[str, EvalMetrics], Sequence[Answered]]:
-        """Evaluate the version that the replica has; the numbers by set, and what they are the numbers of. If its
-        replica dies, it begins again on others, with the version that is live there.
+    async def at_start(self) -> None:
+        """The version that the run begins with: concurrently with training, or before it."""
+        if self.is_possible and self._cfg.eval_at_start:
+            await (self.evaluate() if self._cfg.eval_blocking else self.begin())
+
+    async def after_sync(self, version: int) -> None:
+        """Without `trainer.eval_blocking`: a due evaluation of the version that has just become live, but not of the
+        last one, which is evaluated at the end."""
+        is_last = self._state.step >= self._cfg.total_steps and version == self._state.version
+        if not self._cfg.eval_blocking and not is_last and self.is_due(version):
+            await self.begin()
+
+    async def after_step(self, wait_until_live: Callable[[], Awaitable[None]]) -> None:
+        """With `trainer.eval_blocking`: a due evaluation of exactly this step's version, while the learner waits."""
+        if self._cfg.eval_blocking and self.is_due(self._state.version):
+            await wait_until_live()
+            await self.evaluate()
+
+    async def at_end(self) -> None:
+        """The last version, once: because that is asked for, or a periodic evaluation is due. Not of an interrupted
+        run."""
+        version, phase = self._state.version, self._telemetry.progress.phase
+        if self._concurrent is not None and not self._concurrent.done():
+            with phase("waiting for the evaluation that runs concurrently"):
+                await asyncio.wait({self._concurrent})
+        is_asked_for = self._cfg.eval_at_end and self.is_possible and self._last_version < version
+        if (is_asked_for or self.is_due(version)) and not self._state.interrupted.is_set():
+            with phase(f"evaluating version {version}"):
+                await self.evaluate()
+
+    # One evaluation
+
+    async def begin(self) -> None:
+        """Evaluate concurrently with training. Returns once no commit can change the version any more, so that it is
+        the one that is live now."""
+        pinned = asyncio.Event()
+        self._concurrent = self._tasks.create_task(self.evaluate(pinned), name="evaluation")
+        await pinned.wait()
+
+    async def evaluate(self, pinned: asyncio.Event | None = None) -> None:
+        """Evaluate the version that the replica has, and record the result.
 
         Consumes: the evaluation prompts. Waits for: the replicas' commit locks, and their responses. Unblocked by:
         `trainer.eval_timeout_s`; an interrupt, after `trainer.shutdown_timeout_s`.
@@ -136,99 +168,138 @@ class Evaluator:
         Args:
             pinned: set once no commit can change the version any more. None where no version is published meanwhile:
                 all live replicas take part then.
-
-        Raises:
-            EvaluationFailed: not every response could be scored.
         """
         assert not self._is_running
         began, now = time.monotonic(), asyncio.get_running_loop().time
-        self._is_running, self._began_at = True, now()
-        version: int | None = None
+        self._is_running, self._began_at, self._version = True, now(), None
         answers: Sequence[Answered] = ()
-        lost = set[str]()
         try:
-            while True:
-                names = self._live(lost)
-                if not names:
-                    raise NoReplica(f"no live replica is left to evaluate on: {dict(self._members())}")
-                names = names if pinned is None else names[:1]
-                try:
-                    async with self._pin_versions(names) as versions:
-                        version = self.last_version = max(v for v in versions.values() if v is not None)
-                        if pinned is not None:
-                            pinned.set()
-                        # A sync may have passed one by.
-                        trajectories = await self._generate_all([n for n in names if versions[n] == version], lost)
-                    break
-                except NoReplica as error:
-                    if not self._live(lost):
-                        raise
-                    log.warning("the evaluation begins again on another replica: %s", error)
-            answers = group_by_prompt(self._eval_sets, trajectories)
-            check_one_version(trajectories, version)
-            check_all_scored(trajectories)
-            time_s = time.monotonic() - began
-            return score(answers, self._cfg, reward=self._reward, version=version, time_s=time_s), answers
-        except Exception as error:  # the edge of one evaluation, which training does not need
+            with self._telemetry.tracer.span("evaluation", "evaluate", overlapping=True):
+                version, trajectories = await self._sample(pinned)
+                answers = group_by_prompt(self._eval_sets, trajectories)
+                check_one_version(trajectories, version)
+                check_all_scored(trajectories)
+                time_s = time.monotonic() - began
+                scores = score(answers, self._cfg, reward=self._reward, version=version, time_s=time_s)
+        except Exception as error:  # noqa: BLE001 - the edge of one evaluation, which training does not need
             reason = str(error) if isinstance(error, EvaluationFailed) else one_line(first_cause(error))
-            time_s = time.monotonic() - began
-            raise EvaluationFailed(reason, version=version, time_s=time_s, answers=answers) from error
+            report = self._report_failure(reason, answers, time_s=time.monotonic() - began)
+        else:
+            report = self._report(scores, answers)
         finally:
             self._is_running, self._ended_at = False, now()
             self._ran_s += self._ended_at - self._began_at
             if pinned is not None:
                 pinned.set()  # a failure must not leave anything waiting for it
+        await report
 
-    def _live(self, lost: set[str]) -> list[str]:
-        return [name for name, state in self._members().items() if state == "live" and name not in lost]
+    async def _sample(self, pinned: asyncio.Event | None) -> tuple[int, list[Trajectory]]:
+        """A version, and all responses in order. Where a replica dies, others begin again with the version that is live
+        there.
 
-    async def _generate_all(self, names: Sequence[str], lost: set[str]) -> list[Trajectory]:
-        """All responses in order, from these replicas; one that is lost meanwhile is added to `lost`.
+        Raises:
+            NoReplica: none is left.
+            EvaluationFailed: the responses took too long.
+        """
+        lost = set[str]()
+
+        def live() -> list[str]:
+            return [name for name, how in self._workers.engine_states().items() if how == "live" and name not in lost]
+
+        while True:
+            names = live() if pinned is None else live()[:1]
+            if not names:
+                raise NoReplica(f"no live replica is left to evaluate on: {self._workers.engine_states()}")
+            try:
+                async with self._pin_versions(names) as versions:
+                    version = self._version = self._last_version = max(v for v in versions.values() if v is not None)
+                    if pinned is not None:
+                        pinned.set()
+                    # A sync may have passed one by.
+                    return version, await self._generate([name for name in names if versions[name] == version], lost)
+            except NoReplica as error:
+                if not live():
+                    raise
+                log.warning("the evaluation begins again on another replica: %s", error)
+
+    async def _generate(self, names: Sequence[str], lost: set[str]) -> list[Trajectory]:
+        """All responses in order, from these replicas; one that is lost meanwhile is added to `lost`. Prompts are dealt
+        in turn, and all responses to one stay together, since they share what the prompt costs.
 
         Its timeout leaves the pinned block as an error and not as a cancellation, so that the replica catches up.
         """
+        responses: dict[int, Trajectory] = {}
 
-        async def ask(name: str, numbers: Sequence[int]) -> list[Trajectory]:
+        async def ask(name: str, numbers: Sequence[int]) -> None:
             try:
-                return await self._generate([self._prompts[n] for n in numbers], self._params, name, numbers)
+                own = await self._workers.evaluate([self._prompts[n] for n in numbers], self._params, name, numbers)
             except NoReplica:
                 lost.add(name)
                 raise
+            responses.update(zip(numbers, own, strict=True))
 
-        shares = split_prompts(self._num_samples, len(names))
+        dealt = [np.flatnonzero(self._prompt_of_R % len(names) == place).tolist() for place in range(len(names))]
         limit = asyncio.timeout_at(self._began_at + self._cfg.eval_timeout_s)
         hurry = asyncio.create_task(self._hurry(limit))
         try:
             async with limit:
-                responses = await gather_or_cancel(
-                    ask(name, numbers) for name, numbers in zip(names, shares, strict=True) if numbers
-                )
+                await gather_or_cancel(ask(*share) for share in zip(names, dealt, strict=True) if share[1])
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            if self._interrupted.is_set():
-                limit_s = self._cfg.shutdown_timeout_s
-                why = f"the run was interrupted, which leaves trainer.shutdown_timeout_s={limit_s:g}"
+            cfg = self._cfg
+            if self._state.interrupted.is_set():
+                why = f"the run was interrupted, which leaves trainer.shutdown_timeout_s={cfg.shutdown_timeout_s:g}"
             else:
                 why = (
-                    f"{len(self._prompts)} responses took longer than trainer.eval_timeout_s="
-                    f"{self._cfg.eval_timeout_s:g}; increase it, or evaluate less (task.eval_size, task.eval_sets, "
-                    "trainer.eval_samples)"
+                    f"{len(self._prompts)} responses took longer than trainer.eval_timeout_s={cfg.eval_timeout_s:g}; "
+                    "increase it, or evaluate less (task.eval_size, task.eval_sets, trainer.eval_samples)"
                 )
             raise EvaluationFailed(why) from error
         finally:
             hurry.cancel()
-        # Replicas come after each other in a row of their own; each response goes back to its place.
-        places = [number for share in shares for number in share]
-        in_order = sorted(zip(places, itertools.chain(*responses), strict=True), key=lambda pair: pair[0])
-        return [trajectory for _, trajectory in in_order]
+        return [responses[number] for number in range(len(self._prompts))]
 
     async def _hurry(self, limit: asyncio.Timeout) -> None:
         """Consumes: nothing. Waits for: an interrupt. Unblocked by: cancellation, when the evaluation has ended."""
-        await self._interrupted.wait()
+        await self._state.interrupted.wait()
         soon, deadline = asyncio.get_running_loop().time() + self._cfg.shutdown_timeout_s, limit.when()
         if deadline is not None and soon < deadline:
             limit.reschedule(soon)
+
+    async def _report(self, scores: Mapping[str, EvalMetrics], answers: Sequence[Answered]) -> None:
+        """Into the state and onto a record; the responses are written to a file in the background."""
+        state, telemetry, main = self._state, self._telemetry, scores[""]
+        state.add_evaluation(scores)
+        others = {name: one for name, one in scores.items() if name}
+        record = {
+            "version": main.version,
+            "step": state.step,
+            "time_s": state.time_s,
+            "seconds": main.time_s,
+            **main.line(),
+            **({"sets": {name: one.line() for name, one in others.items()}} if others else {}),
+        }
+        record["answers"] = await telemetry.record_answers(answers, version=main.version)
+        await telemetry.write_evaluation(record)
+        log.info("version %d: held-out accuracy %.3f", main.version, main.accuracy)
+        for name, one in others.items():
+            log.info("version %d: accuracy on %s %.3f", one.version, name, one.accuracy)
+        telemetry.progress.update(accuracy=main.accuracy, accuracy_version=main.version)
+        target = self._cfg.stop_at_accuracy
+        if target is not None and main.accuracy >= target:
+            state.reached = state.reached or main
+            state.stop("accuracy_reached")
+
+    async def _report_failure(self, reason: str, answers: Sequence[Answered], *, time_s: float) -> None:
+        state = self._state
+        state.num_failed_evaluations += 1
+        version = state.live_version if self._version is None else self._version
+        record = {"version": version, "step": state.step, "time_s": state.time_s, "seconds": time_s}
+        file = await self._telemetry.record_answers(answers, version=version, failed=reason)
+        kept = "none of its responses is kept" if file is None else f"its responses are in {file}"
+        log.error("the evaluation of version %d failed and gives no accuracy: %s (%s)", version, reason, kept)
+        await self._telemetry.write_evaluation({**record, "failed": reason, "answers": file})
 
 
 def group_by_prompt(eval_sets: Sequence[EvalSet], trajectories: Sequence[Trajectory]) -> list[Answered]:
@@ -237,17 +308,6 @@ def group_by_prompt(eval_sets: Sequence[EvalSet], trajectories: Sequence[Traject
     return [
         (one.name, prompt, list(itertools.islice(rest, one.num_samples))) for one in eval_sets for prompt in one.prompts
     ]
-
-
-def split_prompts(num_samples: Sequence[int], num_replicas: int) -> list[list[int]]:
-    """Numbers of the responses that each replica gives: the prompts in turn, all responses to one together, since they
-    share what the prompt costs. `num_samples` are those to each prompt."""
-    shares: list[list[int]] = [[] for _ in range(num_replicas)]
-    first = 0
-    for place, number in enumerate(num_samples):
-        shares[place % num_replicas] += range(first, first + number)
-        first += number
-    return shares
 
 
 def check_one_version(trajectories: Sequence[Trajectory], version: int) -> None:
@@ -338,109 +398,11 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
 
 
-class EvaluationSchedule:
-    """Which versions of a run are evaluated when, and where the results go. One that fails is counted and reported, and
-    training continues."""
-
-    def __init__(
-        self,
-        cfg: TrainerConfig,
-        evaluator: Evaluator,
-        state: RunState,
-        telemetry: Telemetry,
-        *,
-        tasks: asyncio.TaskGroup,
-    ) -> None:
-        """Evaluations that run concurrently with training are among `tasks`."""
-        self._cfg, self._evaluator, self._state, self._telemetry = cfg, evaluator, state, telemetry
-        self._tasks = tasks
-        self._running: asyncio.Task[None] | None = None
-        """Concurrently with training; may have ended."""
-
-    async def at_start(self) -> None:
-        """The version that the run begins with: concurrently with training, or before it."""
-        if self._evaluator.is_possible and self._cfg.eval_at_start:
-            await (self.evaluate() if self._cfg.eval_blocking else self.begin())
-
-    async def after_sync(self, version: int) -> None:
-        """Without `trainer.eval_blocking`: a due evaluation of the version that has just become live, but not of the
-        last one, which is evaluated at the end."""
-        is_last = self._state.step >= self._cfg.total_steps and version == self._state.version
-        if not self._cfg.eval_blocking and not is_last and self._evaluator.is_due(version):
-            await self.begin()
-
-    async def after_step(self, wait_until_live: Callable[[], Awaitable[None]]) -> None:
-        """With `trainer.eval_blocking`: a due evaluation of exactly this step's version, while the learner waits."""
-        if self._cfg.eval_blocking and self._evaluator.is_due(self._state.version):
-            await wait_until_live()
-            await self.evaluate()
-
-    async def at_end(self) -> None:
-        """The last version, once: because that is asked for, or a periodic evaluation is due. Not of an interrupted
-        run."""
-        evaluator, version, phase = self._evaluator, self._state.version, self._telemetry.progress.phase
-        if self._running is not None and not self._running.done():
-            with phase("waiting for the evaluation that runs concurrently"):
-                await asyncio.wait({self._running})
-        is_asked_for = self._cfg.eval_at_end and evaluator.is_possible and evaluator.last_version < version
-        if (is_asked_for or evaluator.is_due(version)) and not self._state.interrupted.is_set():
-            with phase(f"evaluating version {version}"):
-                await self.evaluate()
-
-    async def begin(self) -> None:
-        """Evaluate concurrently with training. Returns once no commit can change the version any more, so that it is
-        the one that is live now."""
-        pinned = asyncio.Event()
-        self._running = self._tasks.create_task(self.evaluate(pinned), name="evaluation")
-        await pinned.wait()
-
-    async def evaluate(self, pinned: asyncio.Event | None = None) -> None:
-        """One evaluation, shared by all replicas unless it runs concurrently with training and sets `pinned`. Its
-        result goes into the state and onto a line, and its responses into a file in the background."""
-        state, telemetry = self._state, self._telemetry
-        try:
-            with telemetry.tracer.span("evaluation", "evaluate", overlapping=True):
-                scores, answers = await self._evaluator.run(pinned)
-        except EvaluationFailed as error:
-            await self._report_failure(error)
-            return
-        state.add_evaluation(scores)
-        main, others = scores[""], {name: one for name, one in scores.items() if name}
-        line = {
-            "version": main.version,
-            "step": state.step,
-            "time_s": state.time_s,
-            "seconds": main.time_s,
-            **main.line(),
-            **({"sets": {name: one.line() for name, one in others.items()}} if others else {}),
-        }
-        line["answers"] = await telemetry.record_answers(answers, version=main.version)
-        await telemetry.write_evaluation(line)
-        log.info("version %d: held-out accuracy %.3f", main.version, main.accuracy)
-        for name, one in others.items():
-            log.info("version %d: accuracy on %s %.3f", one.version, name, one.accuracy)
-        telemetry.progress.update(accuracy=main.accuracy, accuracy_version=main.version)
-        target = self._cfg.stop_at_accuracy
-        if target is not None and main.accuracy >= target:
-            state.reached = state.reached or main
-            state.stop("accuracy_reached")
-
-    async def _report_failure(self, error: EvaluationFailed) -> None:
-        state = self._state
-        state.num_failed_evaluations += 1
-        version = state.live_version if error.version is None else error.version
-        line = {"version": version, "step": state.step, "time_s": state.time_s, "seconds": error.time_s}
-        file = await self._telemetry.record_answers(error.answers, version=version, failed=str(error))
-        kept = "none of its responses is kept" if file is None else f"its responses are in {file}"
-        log.error("the evaluation of version %d failed and gives no accuracy: %s (%s)", version, error, kept)
-        await self._telemetry.write_evaluation({**line, "failed": str(error), "answers": file})
-
-
 @contextlib.asynccontextmanager
 async def pinned_versions(
     names: Sequence[str], *, coordinator: SyncCoordinator, workers: Fleet
 ) -> AsyncIterator[Mapping[str, int | None]]:
-    """Keep replicas at their versions for an evaluation, as described above. Yields these versions."""
+    """Keep replicas at their versions for an evaluation, as the top of this file describes. Yields these versions."""
     if len(names) > 1:
         async with contextlib.AsyncExitStack() as stack:
             yield {name: await stack.enter_async_context(coordinator.freeze(name)) for name in names}

@@ -23,7 +23,7 @@ from trainer.algorithms.group_filter import GroupFilterError, own_group_filter
 from trainer.data.batch import TrainBatch
 from trainer.data.build import build_train_batch
 from trainer.driver.checkpointing import Checkpointer
-from trainer.driver.evaluation import EvaluationSchedule
+from trainer.driver.evaluation import Evaluator
 from trainer.driver.state import Phase
 from trainer.driver.step_metrics import StepMetrics, buffer_record, sync_record
 from trainer.driver.weight_updates import WeightUpdater
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from rollout.types import Prompt, RolloutRequest
     from trainer.algorithms.group_filter import OwnFilter
     from trainer.config.schema import RunConfig
-    from trainer.driver.evaluation import Evaluator
+    from trainer.driver.datasets import EvalSet
+    from trainer.driver.evaluation import PinVersions
     from trainer.driver.fleet import Fleet
     from trainer.driver.state import RunState
     from trainer.driver.weight_updates import DedicatedDevices
@@ -74,16 +75,18 @@ class TrainingRun:
         workers: Fleet,
         learner: LearnerGroup,
         devices: DedicatedDevices,
-        evaluator: Evaluator,
+        eval_sets: Sequence[EvalSet],
+        pin_versions: PinVersions,
         live: SyncReport,
     ) -> None:
         """`live` is the report of the version that is live already."""
         self.cfg, self.state, self.telemetry = cfg, state, telemetry
-        self.source, self.buffer, self.workers, self.evaluator = source, buffer, workers, evaluator
-        self.learner, self.devices = learner, devices
+        self.source, self.buffer, self.workers, self.learner, self.devices = source, buffer, workers, learner, devices
         self.tasks = asyncio.TaskGroup()
         self.metrics = StepMetrics()
-        self.evaluations = EvaluationSchedule(cfg.trainer, evaluator, state, telemetry, tasks=self.tasks)
+        self.evaluator = Evaluator(
+            cfg, eval_sets, state, telemetry, workers=workers, pin_versions=pin_versions, tasks=self.tasks
+        )
         self.weights = WeightUpdater(
             devices, on_live=self.on_live, wait_for_engine=workers.wait_for_engine, tracer=telemetry.tracer, first=live
         )
@@ -125,7 +128,7 @@ class TrainingRun:
             async with self.tasks as tasks:
                 background = [tasks.create_task(watch) for watch in (fleet, *watches)]
                 self.workers.exclude_lost_engines()  # one may have missed the first version
-                await self.evaluations.at_start()
+                await self.evaluator.at_start()
                 producers = (self.feed_prompts(), self.run_rollouts(), self.build_batches())
                 loops = (*map(self._while_needed, producers), self.weights.run())
                 background += [tasks.create_task(loop) for loop in loops]
@@ -146,7 +149,7 @@ class TrainingRun:
         self.workers.exclude_lost_engines()
         self.state.live_version = report.version
         self._release(report.version)
-        await self.evaluations.after_sync(report.version)
+        await self.evaluator.after_sync(report.version)
 
     async def _while_needed(self, loop: Coroutine[Any, Any, None]) -> None:
         """A loop that may fail once no group is needed: a policy that reached its accuracy gives the filters little to
@@ -272,7 +275,7 @@ class TrainingRun:
             if is_last:
                 state.advance(Phase.TRAINED)
             else:  # the last line waits for the last evaluation
-                await self.evaluations.after_step(self.weights.wait_until_live)
+                await self.evaluator.after_step(self.weights.wait_until_live)
                 # Before the checkpoint: a run that resumes from there does not come back for the line.
                 await self._write_record()
             await self._checkpointer.after_step(state.step)
@@ -420,7 +423,7 @@ class TrainingRun:
             await self._checkpointer.at_end(state.step, is_interrupted=interrupted.is_set())
             with phase("bringing the last weights to the engines"):
                 await self.weights.wait_until_live()
-            await self.evaluations.at_end()
+            await self.evaluator.at_end()
         finally:
             await self._write_record()
         if interrupted.is_set():

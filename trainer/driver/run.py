@@ -27,7 +27,7 @@ from trainer.driver.actors import start_actors, start_phase
 from trainer.driver.checkpointing import log_resumed, prepare_run_dir
 from trainer.driver.cluster import Cluster
 from trainer.driver.datasets import make_source
-from trainer.driver.evaluation import Evaluator, pinned_versions
+from trainer.driver.evaluation import pinned_versions
 from trainer.driver.loops import TrainingRun
 from trainer.driver.preflight import PreflightResult, log_inputs, preflight, recheck_resume
 from trainer.driver.state import RunState
@@ -228,15 +228,6 @@ class Driver:
         workers = compose.make_fleet(
             cfg, checked.placement, checked.backend, actors, coordinator, devices, lambda: state.live_version
         )
-        evaluator = Evaluator(
-            cfg,
-            checked.inputs.evaluation,
-            pin_versions=partial(pinned_versions, coordinator=coordinator, workers=workers),
-            generate=workers.evaluate,
-            members=workers.engine_states,
-            interrupted=state.interrupted,
-            first_version=state.version,
-        )
         return TrainingRun(
             cfg,
             state,
@@ -246,7 +237,8 @@ class Driver:
             workers=workers,
             learner=actors.learner,
             devices=devices,
-            evaluator=evaluator,
+            eval_sets=checked.inputs.evaluation,
+            pin_versions=partial(pinned_versions, coordinator=coordinator, workers=workers),
             live=live,
         )
 

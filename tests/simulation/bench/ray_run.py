@@ -33,7 +33,6 @@ from tests.fakes.scripted_replica import Workload
 from tests.fakes.scripted_run import config, sync_report
 from tests.simulation.bench.actors import ScriptedRank, ScriptedWorker
 from trainer.driver.actors import make_buffer
-from trainer.driver.evaluation import Evaluator
 from trainer.driver.fleet import Fleet
 from trainer.driver.loops import TrainingRun
 from trainer.driver.state import RunState
@@ -224,14 +223,8 @@ async def _train(
         workers=fleet,
         learner=learner,
         devices=DedicatedDevices(sync),
-        evaluator=Evaluator(
-            cfg,
-            (),
-            pin_versions=nothing,
-            generate=fleet.evaluate,
-            members=dict,
-            interrupted=state.interrupted,
-        ),
+        eval_sets=(),
+        pin_versions=nothing,
         live=sync_report(0),
     )
     samples.look(training)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,24 +16,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from trainer.config.schema import RunConfig
     from trainer.driver.loops import TrainingRun
 
 
 @pytest.fixture
 def scripted(tmp_path: Path) -> Iterator[Callable[..., ScriptedRun]]:
-    """`scripted(script, mode={...}, ...)` makes a run in `tmp_path/run`; `state` and `num_held_out` are optional."""
-    with contextlib.ExitStack() as stack:
+    """`scripted(script, mode={...}, ...)` makes a run; a world may take the place of its script. A run that resumes has
+    the directory of the run before it, any other a new one."""
+    numbers, path = itertools.count(), tmp_path / "run"
+    with contextlib.ExitStack() as open_run:
 
         def make(
-            script: Script | None = None, *, state: RunState | None = None, num_held_out: int = 4, **sections: Any
+            script: Script | World | None = None,
+            *,
+            state: RunState | None = None,
+            num_held_out: int = 4,
+            **sections: Any,
         ) -> ScriptedRun:
-            cfg: RunConfig = config(**sections)
+            nonlocal path
+            open_run.close()
             if state is None:
-                state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
-            resume_step = state.resumed_from_step
-            telemetry = stack.enter_context(telemetry_in(cfg, tmp_path / "run", resume_step=resume_step))
-            world = World(Script() if script is None else script)
+                state, path = RunState(started_at=0.0, wall_clock=lambda: 0.0), tmp_path / f"run_{next(numbers)}"
+            cfg = config(**sections)
+            telemetry = open_run.enter_context(telemetry_in(cfg, path, resume_step=state.resumed_from_step))
+            world = script if isinstance(script, World) else World(Script() if script is None else script)
             return ScriptedRun(cfg, world, telemetry, state, num_held_out=num_held_out)
 
         yield make

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import threading
 from collections import Counter
@@ -22,22 +21,25 @@ from tests.fakes.scripted_run import (
     ScriptedRun,
     World,
     all_evaluations,
+    interrupt_when,
     lines,
     prompt_set,
     recorded,
+    times,
     trajectory,
     watch_batches,
 )
+from tests.unit.trainer.data.conftest import make_group
 from trainer.config.compose import load_config
 from trainer.driver.checkpointing import find_resume_point
 from trainer.driver.loops import StalenessViolation, StallTimeout, check_staleness, filter_reason
+from trainer.driver.state import FailedResponses
 from trainer.driver.weight_updates import DedicatedDevices
 from trainer.errors import first_cause
 from trainer.telemetry import trajectories
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from rollout.types import RolloutRequest
     from trainer.driver.loops import TrainingRun
@@ -47,36 +49,64 @@ if TYPE_CHECKING:
 
 
 PROMPT = prompt_set(1).prompts[0]
-SLOW_SYNC = Script(train_s=0.2, pull_s=4.0)
 """Several versions are trained while one is on its way."""
 
 
+SLOW_SYNC = Script(train_s=0.2, pull_s=4.0)
+"""Several versions are trained while one is on its way."""
+NUM_STEPS = 12
+
+
+@pytest.mark.parametrize("mode", [0, 1, 4, "one_step_off"])
 @pytest.mark.parametrize(
-    "script", [Script(), SLOW_SYNC, Script(generate_s=(0.1, 30.0), seed=3)], ids=["even", "slow-sync", "long-tail"]
+    "script",
+    [
+        Script(),
+        SLOW_SYNC,
+        Script(generate_s=(0.1, 30.0), seed=3),
+        Script(train_s=10.0, generate_s=(2.0, 4.0)),
+        Script(train_s=1.0, generate_s=(15.0, 15.0)),
+    ],
+    ids=["even", "sync is slow", "long tail", "learner is slow", "engines are slow"],
 )
-@pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_a_run_trains_every_step_and_no_group_is_too_old(
-    scripted: Make, play: Play, max_staleness: int, script: Script
+def test_a_run_trains_every_step_and_no_group_is_too_old_whatever_is_slow(
+    scripted: Make, play: Play, mode: int | str, script: Script
 ) -> None:
-    run = scripted(script, mode={"max_staleness": max_staleness}, trainer={"total_steps": 12})
-    seen = watch_batches(run)
+    preset = asdict(load_config(["mode=one_step_off"]).mode) if mode == "one_step_off" else {"max_staleness": mode}
+    run = scripted(script, mode=preset, trainer={"total_steps": NUM_STEPS})
+    seen, bound = watch_batches(run), run.cfg.mode.max_staleness
     play(run)
-    assert run.world.numbers("trained") == list(range(12))
-    assert run.state.step == run.world.live == run.state.live_version == 12
+    assert run.world.numbers("trained") == list(range(NUM_STEPS))
+    assert run.state.step == run.world.live == run.state.live_version == NUM_STEPS
     ages = [step - group.start_version for step, groups in enumerate(seen) for group in groups]
-    assert len(ages) == 12 * 3
-    assert 0 <= min(ages) <= max(ages) <= max_staleness
+    assert len(ages) == NUM_STEPS * 3
+    assert 0 <= min(ages) <= max(ages) <= bound
     written = lines(run)
-    assert [line["step"] for line in written] == [line["version"] for line in written] == list(range(1, 13))
+    assert [line["step"] for line in written] == [line["version"] for line in written] == list(range(1, NUM_STEPS + 1))
     for line in written:
         check_known(line)
         check_complete(line)
         assert line["discarded_tokens"] == 0
-        assert line["staleness/group_max"] <= max_staleness
+        assert line["staleness/max"] <= line["staleness/group_max"] <= bound
     assert any(line["perf/rollout_tokens_per_s"] > 0 for line in written)
-    assert run.buffer.stats().trained == 12 * 3
-    if script is SLOW_SYNC:
-        assert max(ages) == max_staleness, "it does reach the bound"
+    assert run.buffer.stats().trained == NUM_STEPS * 3
+    if script is SLOW_SYNC or mode == "one_step_off":
+        assert max(ages) == bound, "it does reach the bound"
+    if mode == "one_step_off":
+        assert {line["buffer/num_slots"] for line in written} == {2 * 3}, "one step ahead, and none more"
+
+
+def test_one_step_off_the_next_step_is_generated_while_one_is_trained(scripted: Make, play: Play) -> None:
+    """Engines need at most 4 s, and a version 0.7 s to get to them; the learner needs 10 s."""
+    mode = asdict(load_config(["mode=one_step_off"]).mode)
+    run = scripted(Script(train_s=10.0, generate_s=(2.0, 4.0)), mode=mode, trainer={"total_steps": NUM_STEPS})
+    steps = watch_batches(run)
+    play(run)
+    begun, ended, train, trained = (times(run, what) for what in ("generate", "generated", "train", "trained"))
+    for step in range(1, NUM_STEPS - 1):
+        for group in steps[step + 1]:
+            assert group.start_version == step, "by the version that the step before has made"
+            assert train[step] < begun[group.group_id] < ended[group.group_id] < trained[step]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +116,7 @@ def test_a_run_trains_every_step_and_no_group_is_too_old(
         (Script(train_s=10.0, generate_s=(15.0, 15.0)), {6, 9}, {2}),
         (Script(train_s=1.0, generate_s=(4.0, 20.0)), {6, 9, 12, 15}, {4}),
     ],
-    ids=["engines are faster", "answers take longer than a step", "the learner is faster"],
+    ids=["engines are faster", "responses take longer than a step", "the learner is faster"],
 )
 def test_generation_gets_a_longer_lead_while_the_learner_has_to_wait_and_no_longer(
     scripted: Make, play: Play, script: Script, slots: set[int], last_ages: set[int]
@@ -122,17 +152,6 @@ def test_without_staleness_generation_and_training_take_turns(scripted: Make, pl
     begun = [time for time, what, _ in run.world.events if what == "generate"]
     live = [time for time, what, _ in run.world.events if what == "live"]
     assert all(begun[3 * step] >= live[step - 1] for step in range(1, 5))
-
-
-def test_without_staleness_the_timing_changes_nothing(scripted: Make, play: Play, tmp_path: Path) -> None:
-    trained: list[list[list[str]]] = []
-    for script in (Script(seed=1), Script(seed=2, generate_s=(0.0, 60.0), pull_s=9.0)):
-        run = scripted(script, mode={"max_staleness": 0})
-        seen = watch_batches(run)
-        play(run)
-        trained.append([[group.prompt_id for group in groups] for groups in seen])
-        run.telemetry.run_dir.close()
-    assert trained[0] == trained[1]
 
 
 def test_a_token_or_a_baseline_that_is_too_old_is_caught_even_in_a_young_group() -> None:
@@ -196,15 +215,6 @@ def test_a_checkpoint_is_saved_when_due_and_at_the_end_once_after_the_line_of_it
     assert (run.telemetry.run_dir.export / "model").exists() is ("export_hf" in keys)
 
 
-def interrupt_when(run: ScriptedRun, is_time: Callable[[], bool]) -> Callable[[TrainingRun], Any]:
-    async def interrupt() -> None:
-        while not is_time():
-            await asyncio.sleep(0.1)
-        run.state.stop("interrupted")
-
-    return lambda _training: interrupt()
-
-
 @pytest.mark.parametrize("save_at_end", [False, True])
 def test_a_request_to_stop_takes_effect_between_two_steps_and_is_always_saved(
     scripted: Make, play: Play, save_at_end: bool
@@ -214,7 +224,6 @@ def test_a_request_to_stop_takes_effect_between_two_steps_and_is_always_saved(
     assert run.world.numbers("trained") == run.world.numbers("train") == [0, 1, 2]
     assert [line["step"] for line in lines(run)] == [1, 2, 3]
     assert (run.world.live, run.world.numbers("saved")) == (3, [3])
-    run.telemetry.run_dir.close()
     run = scripted(Script(hangs=lambda item: item.start_version >= 2))
     play(run, meddle=interrupt_when(run, lambda: asyncio.get_running_loop().time() > 500.0))
     assert 2 <= run.state.step < 6, "it waited for groups"
@@ -244,10 +253,10 @@ def test_a_disk_that_hangs_delays_no_step_and_what_it_cannot_take_is_counted(
 ) -> None:
     """A finished group goes to the buffer at once, and is recorded in the background."""
     monkeypatch.setattr(trajectories, "MAX_PENDING", 4)
-    run, answers_again = scripted(), threading.Event()
+    run, responds_again = scripted(), threading.Event()
     folder = run.telemetry.run_dir.trajectories
     with ThreadPoolExecutor(1) as disk:
-        disk.submit(answers_again.wait)
+        disk.submit(responds_again.wait)
         recorder = trajectories.TrajectoryRecorder(folder)
         run.telemetry = replace(run.telemetry, recorder=recorder, group_thread=disk)
         try:
@@ -255,18 +264,15 @@ def test_a_disk_that_hangs_delays_no_step_and_what_it_cannot_take_is_counted(
             assert run.state.step == 6
             assert recorded(run) == []
         finally:
-            answers_again.set()
+            responds_again.set()
     assert len(recorded(run)) == 4
     last = lines(run)[-1]
     assert last["telemetry/trajectories_skipped"] == last["buffer/finished"] - 4 > 0
     assert caplog.text.count("is too slow: 4 records wait") == 1
 
 
-FILTERS: dict[str, Any] = {"algorithm": {"dynamic_sampling": True}}
-
-
 def judge_is_down(group_id: int, sample: int) -> float:
-    """Of every group the second answer has no reward."""
+    """Of every group the second response has no reward."""
     return 1.0 if sample == 0 else math.nan
 
 
@@ -309,7 +315,7 @@ def test_why_a_group_is_replaced(rewards: list[float], statuses: str, wants_filt
         # One failure is not blamed for groups that were filtered for another reason.
         (
             Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 0 else 1.0),
-            FILTERS,
+            {"algorithm": {"dynamic_sampling": True}},
             ["too easy", "judge is down"],
         ),
     ],
@@ -330,8 +336,15 @@ def test_a_run_without_progress_ends_with_the_reason_that_it_has(
         assert 1 < len(warnings) < 6, "at each doubling"
 
 
+def test_a_response_that_failed_is_reported_by_its_first_line_and_kept_whole() -> None:
+    failed, error = FailedResponses(), 'reward "mine.py:reward": raised ValueError\n  File "mine.py", line 3, in reward'
+    failed.count(make_group([replace(trajectory(PROMPT, 0, [(0, 3)], reward=math.nan), error=error)]))
+    assert str(failed).endswith('First failure: reward "mine.py:reward": raised ValueError')
+    assert failed.first_error == error
+
+
 class Perfect(World):
-    """From some version on all answers are right, and the filter keeps no group."""
+    """From some version on all responses are right, and the filter keeps no group."""
 
     right_from: int = 4
 
@@ -372,8 +385,7 @@ def test_a_run_that_reached_its_accuracy_needs_no_more_groups(
     assert (run.telemetry.run_dir.export / "model").exists()
     assert run.world.num_generating == 0
     if not trainer:
-        run.telemetry.run_dir.close()
-        run = perfect(scripted(Script(train_s=3.0), trainer=keys, **FILTERS))
+        run = perfect(scripted(Script(train_s=3.0), trainer=keys, algorithm={"dynamic_sampling": True}))
         with pytest.raises(BaseException) as caught:
             play(run)
         assert isinstance(first_cause(caught.value), NoProgress), "nothing ends it"
@@ -381,117 +393,45 @@ def test_a_run_that_reached_its_accuracy_needs_no_more_groups(
 
 def test_generation_ends_before_the_last_evaluation(scripted: Make, play: Play) -> None:
     run = scripted(Script(generate_s=(2.0, 900.0)), trainer={"stop_at_accuracy": 0.3, "total_steps": 50})
-    generating: list[int] = []
+    generating, evaluate = list[int](), run.world.evaluate
 
-    def watch(parts: TrainingRun) -> None:
-        evaluate = run.world.evaluate
+    async def watched(*args: Any) -> Any:
+        await asyncio.sleep(0)
+        generating.append(run.world.num_generating)
+        return await evaluate(*args)
 
-        async def watched(*args: Any) -> Any:
-            await asyncio.sleep(0)
-            generating.append(run.world.num_generating)
-            return await evaluate(*args)
-
-        parts.evaluator._generate = watched
-
-    parts = play(run, meddle=watch)
+    run.world.evaluate = watched  # type: ignore[method-assign]
+    parts = play(run)
     assert generating[-1] == 0 < max(generating)
     assert parts.buffer.state_dict(run.state.step)["prompts"], "what was under way is owed"
 
 
-REMAX: dict[str, Any] = {"advantage_estimator": "remax", "loss": "ppo_clip"}
-
-
-WRONG_EVERY_THIRD = Script(reward_of=lambda group_id, sample: float(group_id % 3 > 0))
-"""All samples of a group are worth the same; the greedy answer is worth 1."""
-
-
-def with_baselines(run: ScriptedRun) -> ScriptedRun:
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_greedy_baselines_are_reported_and_not_trained_and_decide_which_groups_have_equal_rewards(
+    scripted: Make, play: Play, is_filtered: bool
+) -> None:
+    """All samples of a group have the same reward, in two of three groups that of the greedy response."""
+    remax = {"advantage_estimator": "remax", "loss": "ppo_clip", "max_filtered_batches_per_step": 16}
+    script = Script(reward_of=lambda group_id, _sample: float(group_id % 3 > 0))
+    run = scripted(script, algorithm=remax | {"dynamic_sampling": is_filtered}, mode={"max_staleness": 2})
     run_group = run.world.run_group
 
-    async def more(item: RolloutRequest) -> Group:
-        group = await run_group(item)
+    async def with_baseline(item: RolloutRequest) -> Group:
         greedy = trajectory(item.prompt, 2, [(run.world.live, 7)], reward=1.0)
-        return replace(group, baseline=greedy)
+        return replace(await run_group(item), baseline=greedy)
 
-    run.world.run_group = more  # type: ignore[method-assign]
-    return run
-
-
-def test_a_run_reports_its_baselines_and_trains_none(
-    scripted: Callable[..., ScriptedRun], play: Callable[..., Any]
-) -> None:
-    run = with_baselines(scripted(WRONG_EVERY_THIRD, algorithm=REMAX, mode={"max_staleness": 2}))
+    run.world.run_group = with_baseline  # type: ignore[method-assign]
     play(run)
     written = lines(run)
     assert len(written) == 6
     assert {line["reward/greedy_mean"] for line in written} == {1.0}
     assert {line["learner/num_samples"] for line in written} == {3 * 2}
-    assert {line["discarded_tokens"] for line in written} == {0}
-    assert all(line["baseline"]["num_generated_tokens"] == 7 for line in recorded(run))
     assert {line["response/tokens_max"] for line in written} <= {2.0, 3.0}
-
-
-def test_dynamic_sampling_drops_groups_that_are_worth_what_the_greedy_answer_is(
-    scripted: Callable[..., ScriptedRun], play: Callable[..., Any]
-) -> None:
-    keys = REMAX | {"dynamic_sampling": True, "max_filtered_batches_per_step": 16}
-    run = with_baselines(scripted(WRONG_EVERY_THIRD, algorithm=keys))
-    play(run)
-    reasons = {line["group_id"] % 3: line["reason"] for line in recorded(run)}
-    assert reasons == {0: "", 1: "zero_variance", 2: "zero_variance"}
-    assert {line["reward/zero_variance_frac"] for line in lines(run)} == {0.0}
-
-
-NUM_STEPS, GROUPS_PER_STEP = 10, 3
-
-
-def one_step_off(scripted: Make, play: Play, script: Script) -> tuple[ScriptedRun, list[list[Group]]]:
-    """A run with what the group of that name sets, and the groups of each step."""
-    mode = asdict(load_config(["mode=one_step_off"]).mode)
-    trainer = {"total_steps": NUM_STEPS, "groups_per_step": GROUPS_PER_STEP}
-    run = scripted(script, mode=mode, trainer=trainer)
-    assert run.cfg.mode.name == "one_step_off"
-    steps = watch_batches(run)
-    play(run)
-    return run, steps
-
-
-def times(run: ScriptedRun, what: str) -> dict[int, float]:
-    """Number of the step or group -> when that happened."""
-    return {number: time for time, name, number in run.world.events if name == what}
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        Script(),
-        Script(train_s=10.0, generate_s=(2.0, 4.0)),
-        Script(train_s=1.0, generate_s=(15.0, 15.0)),
-        Script(train_s=0.2, pull_s=4.0),
-        Script(generate_s=(0.1, 30.0), seed=3),
-    ],
-    ids=["even", "learner is slow", "engines are slow", "sync is slow", "long tail"],
-)
-def test_every_group_is_trained_within_one_step_whatever_is_slow(scripted: Make, play: Play, script: Script) -> None:
-    run, steps = one_step_off(scripted, play, script)
-    ages = [step - group.start_version for step, groups in enumerate(steps) for group in groups]
-    assert len(ages) == NUM_STEPS * GROUPS_PER_STEP
-    assert (min(ages), max(ages)) == (0, 1), "at the start both steps are made by the first version; never more"
-    lines: list[dict[str, Any]] = [json.loads(line) for line in run.telemetry.run_dir.metrics.read_text().splitlines()]
-    assert max(line["staleness/max"] for line in lines) == 1
-    assert {line["buffer/num_slots"] for line in lines} == {2 * GROUPS_PER_STEP}, "one step ahead, and none more"
-    assert run.world.numbers("trained") == list(range(NUM_STEPS))
-
-
-def test_the_next_step_is_generated_while_one_is_trained(scripted: Make, play: Play) -> None:
-    """Engines need at most 4 s, and a version 0.7 s to get to them; the learner needs 10 s."""
-    run, steps = one_step_off(scripted, play, Script(train_s=10.0, generate_s=(2.0, 4.0)))
-    begun, ended = times(run, "generate"), times(run, "generated")
-    train, trained = times(run, "train"), times(run, "trained")
-    for step in range(1, NUM_STEPS - 1):
-        for group in steps[step + 1]:
-            assert group.start_version == step, "by the version that the step before has made"
-            assert train[step] < begun[group.group_id] < ended[group.group_id] < trained[step]
+    assert all(line["baseline"]["num_generated_tokens"] == 7 for line in recorded(run))
+    if is_filtered:
+        reasons = {line["group_id"] % 3: line["reason"] for line in recorded(run)}
+        assert reasons == {0: "", 1: "zero_variance", 2: "zero_variance"}
+        assert {line["reward/zero_variance_frac"] for line in written} == {0.0}
 
 
 @pytest.mark.parametrize("unchanged", [{0, 1, 2}, {3}, {0, 2, 5}, {5}])

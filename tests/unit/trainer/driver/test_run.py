@@ -10,7 +10,7 @@ import json
 import os
 import signal
 from dataclasses import replace
-from math import nan
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +35,15 @@ from tests.fakes.scripted_run import (
     drive,
     lines,
     resumed_state,
-    trajectory,
     watch_batches,
 )
 from tests.fakes.virtual_time import in_virtual_time, run_virtual
-from tests.unit.trainer.data.conftest import make_group
 from trainer.driver import fleet as fleet_module
 from trainer.driver import run as run_module
-from trainer.driver.checkpointing import Checkpointer, find_resume_point
+from trainer.driver.checkpointing import find_resume_point
 from trainer.driver.fleet import AllEnginesLost, AllWorkersLost, Fleet
-from trainer.driver.run import SAME_SIGNAL_S, _on_signals, _say_goodbye
-from trainer.driver.state import EvalMetrics, FailedResponses, RunState
+from trainer.driver.run import SAME_SIGNAL_S, _on_signals, _say_goodbye, _summary
+from trainer.driver.state import EvalMetrics, RunState
 from trainer.driver.weight_updates import DedicatedDevices
 from trainer.errors import (
     CheckpointError,
@@ -62,13 +60,15 @@ from trainer.telemetry.session import Telemetry
 from trainer.tools import advise
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from trainer.driver.loops import TrainingRun
 
     Make = Callable[..., ScriptedRun]
     Play = Callable[..., TrainingRun]
+
+NEVER_S = 1e9
 
 
 def new_state(**fields: Any) -> RunState:
@@ -105,12 +105,9 @@ class Work(run_module.Driver):
 async def test_the_first_interrupt_ends_in_order_and_the_second_at_once(
     reason: Any, after_s: tuple[float, ...], in_order: bool
 ) -> None:
-    state, nothing = new_state(), SimpleNamespace()
+    state, nothing = new_state(stop_reason=reason), SimpleNamespace()
     anything: Any = nothing
     work = Work(config(), state, anything, anything)
-
-    if reason:
-        state.stop(reason)
     running = asyncio.create_task(work._work())
     for seconds in after_s:
         asyncio.get_running_loop().call_at(1.0 + seconds, work._interrupt, running)
@@ -152,7 +149,7 @@ def test_a_closed_terminal_interrupts_as_ctrl_c_does_unless_under_nohup(
     assert calls == [number] * counts
 
 
-# Last words and summary
+# Last words, summary and exit code
 
 
 def last_words(run_dir: Any, state: RunState, *, max_staleness: int = 0) -> list[str]:
@@ -169,13 +166,13 @@ def test_advise_is_named_where_this_process_made_enough_steps_for_it(
     scripted: Make, play: Play, max_staleness: int, num_steps: int, resumed_from: int, is_named: bool
 ) -> None:
     state = resumed_state(resumed_from) if resumed_from else None
-    run = scripted(Script(), state=state, mode={"max_staleness": max_staleness}, trainer={"total_steps": num_steps})
+    run = scripted(state=state, mode={"max_staleness": max_staleness}, trainer={"total_steps": num_steps})
     play(run)
     state, run_dir = run.state, run.telemetry.run_dir
     state.stop("completed")
     since = run_dir.metrics.read_text()
-    line = json.loads(since.splitlines()[0])
-    earlier = ({**line, "step": step, "time_s": line["time_s"] + 60 + step} for step in range(1, resumed_from + 1))
+    record = json.loads(since.splitlines()[0])
+    earlier = ({**record, "step": step, "time_s": record["time_s"] + 60 + step} for step in range(1, resumed_from + 1))
     run_dir.metrics.write_text("".join([*(json.dumps(one) + "\n" for one in earlier), since]))
     run_dir.write_config(replace(run.cfg, run_dir=str(run_dir.path)))
     session.append(run_dir.environment, {"device": "cpu", "resumed_from_step": state.resumed_from_step})
@@ -190,18 +187,18 @@ def evaluation(version: int, accuracy: float) -> EvalMetrics:
     return EvalMetrics(version=version, accuracy=accuracy, num_prompts=1, truncated_frac=0.0, time_s=0.0)
 
 
+RESUMED = {
+    "step": 142, "resumed_from_step": 78, "first_accuracy": 0.308,
+    "reached": evaluation(140, 0.932), "last_evaluation": evaluation(142, 0.928),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("reason", "fields", "words"),
     [
         (
             "accuracy_reached",
-            {
-                "step": 142,
-                "resumed_from_step": 78,
-                "first_accuracy": 0.308,
-                "reached": evaluation(140, 0.932),
-                "last_evaluation": evaluation(142, 0.928),
-            },
+            RESUMED,
             "reached: 142 steps, 64 of them in this process, in 108 s; held-out accuracy 0.308 -> 0.932 (v140)",
         ),
         ("completed", {"step": 5, "resumed_from_step": 5}, "increase trainer.total_steps to continue"),
@@ -210,39 +207,31 @@ def evaluation(version: int, accuracy: float) -> EvalMetrics:
         ("interrupted", {"step": 8}, "to resume from step_8: the same command with run_dir='{path}'"),
     ],
 )
-def test_the_last_words_say_how_it_ended_and_how_it_continues(
+def test_the_last_words_are_how_it_ended_and_how_it_continues(
     tmp_path: Path, reason: Any, fields: dict[str, Any], words: str
 ) -> None:
     path = tmp_path / "[lr=1e-5]" / "[" / "x]"  # brackets are no markup: rich would fail at the second
     run_dir = SimpleNamespace(path=path, checkpoints=path / "checkpoints")
     if fields.get("step") == 8:
         (run_dir.checkpoints / "step_8").mkdir(parents=True)
-    state = new_state(**fields)
-    state.stop(reason)
-    said = last_words(run_dir, state)
+    said = last_words(run_dir, new_state(stop_reason=reason, **fields))
     assert words.format(path=path) in "\n".join(said)
     assert said[-1].endswith(f"see {path}")
 
 
-def summary(run: ScriptedRun) -> dict[str, Any]:
-    return json.loads(run.telemetry.run_dir.summary.read_text())
-
-
 def test_the_summary_has_both_accuracies_or_the_first_cause(scripted: Make, caplog: Any) -> None:
-    run = scripted()
-    with run_module._summary(run.cfg, run.state, run.telemetry.run_dir):
-        run_virtual(run.run())
-        run.state.stop("completed")
-    told = summary(run)
-    assert (told["exit_reason"], told["error"], told["steps"], told["version"]) == ("completed", "", 6, 6)
-    assert (told["first_accuracy"], told["last_accuracy"]) == (0.0, 0.6)
-    run.telemetry.run_dir.close()
-    run = scripted(Script(fails=lambda item: ValueError(f"engine lost group {item.group_id}")))
-    with pytest.raises(BaseException), run_module._summary(run.cfg, run.state, run.telemetry.run_dir):  # noqa: B017
-        run_virtual(run.run())
-    told = summary(run)
-    assert (told["exit_reason"], told["steps"]) == ("failed", 0)
-    assert told["error"].startswith("ValueError: engine lost group")
+    def summary(run: ScriptedRun) -> dict[str, Any]:
+        with contextlib.suppress(Exception), _summary(run.cfg, run.state, run.telemetry.run_dir):
+            run_virtual(run.run())
+            run.state.stop("completed")
+        return json.loads(run.telemetry.run_dir.summary.read_text())
+
+    found = summary(scripted())
+    assert (found["exit_reason"], found["error"], found["steps"], found["version"]) == ("completed", "", 6, 6)
+    assert (found["first_accuracy"], found["last_accuracy"]) == (0.0, 0.6)
+    found = summary(scripted(Script(fails=lambda item: ValueError(f"engine lost group {item.group_id}"))))
+    assert (found["exit_reason"], found["steps"]) == ("failed", 0)
+    assert found["error"].startswith("ValueError: engine lost group")
     assert any(record.message == "the run failed" for record in caplog.records)
 
 
@@ -250,16 +239,12 @@ def test_a_full_disk_does_not_make_a_failure_of_a_run_that_is_done(
     scripted: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = scripted()
-    with file_limit(10), run_module._summary(run.cfg, run.state, run.telemetry.run_dir):
+    with file_limit(10), _summary(run.cfg, run.state, run.telemetry.run_dir):
         run.state.stop("completed")
     path = run.telemetry.run_dir.summary
     assert run.state.stop_reason == "completed"
     assert f"{path} is not written" in caplog.text
     assert not [entry for entry in path.parent.iterdir() if path.name in entry.name]
-
-
-def test_every_way_to_end_has_an_exit_code() -> None:
-    assert run_module.EXIT_CODES == {"completed": 0, "accuracy_reached": 0, "failed": 1, "interrupted": 130}
 
 
 @pytest.mark.parametrize("kind", [CheckpointError, ModelError, DataError])
@@ -274,9 +259,7 @@ def test_an_error_of_the_start_is_a_failure_once_training_has_begun(
     run = scripted(Script(learner_error=lambda step: kind("shard is gone") if step == 2 else None))
 
     def train(*_: object, **_keys: object) -> int:
-        if not is_training:
-            raise kind("shard is gone")
-        error = drive(ScriptedDriver(run))
+        error = drive(ScriptedDriver(run)) if is_training else kind("shard is gone")
         assert error is not None
         raise error
 
@@ -290,18 +273,6 @@ def test_an_error_of_the_start_is_a_failure_once_training_has_begun(
         assert "cannot be used as configured: shard is gone" in capsys.readouterr().err
 
 
-# Records that are left out, and those that are written at the end
-
-
-def test_a_response_that_failed_is_reported_by_its_first_line_and_kept_whole() -> None:
-    failed = FailedResponses()
-    error = "reward 'mine.py:reward': raised ValueError: no number\n  File \"mine.py\", line 3, in reward"
-    prompt: Any = SimpleNamespace(prompt_id="p", token_ids=[1])
-    failed.count(make_group([replace(trajectory(prompt, 0, [(0, 3)], reward=nan), status="failed", error=error)]))
-    assert str(failed).endswith("First failure: reward 'mine.py:reward': raised ValueError: no number")
-    assert failed.first_error == error
-
-
 @pytest.mark.parametrize(("gib", "num_skipped"), [(1e-9, 1), (20.0, 0), (None, 0)])
 def test_the_configured_limit_is_that_of_the_recorder(tmp_path: Path, gib: float | None, num_skipped: int) -> None:
     cfg = replace(config(telemetry={"max_trajectories_gib": gib}), run_dir=str(tmp_path / "run"))
@@ -313,29 +284,25 @@ def test_the_configured_limit_is_that_of_the_recorder(tmp_path: Path, gib: float
         assert sinks.recorder.num_skipped == num_skipped
 
 
-# What is saved after a failure
+# What is written and saved after a failure
 
 
 class Broken(RuntimeError):
     """What the watch over the workers fails with."""
 
 
-NEVER_S = 1e9
-
-
-def fail(run: ScriptedRun, *, after_s: float = NEVER_S, interrupt_s: float | None = None) -> str:
-    """Type of what the run ends with, whose watch over the workers fails in mid-training."""
+def fail(run: ScriptedRun, *, after_s: float = NEVER_S, interrupt_s: float | None = None) -> BaseException:
+    """What the run ends with, whose watch over the workers fails in mid-training."""
 
     async def watch_loads() -> None:
         await asyncio.sleep(after_s)
         raise Broken("no worker is left")
 
     driver = ScriptedDriver(run, watch_loads)
-    if interrupt_s is not None:
-        driver.interrupts = (interrupt_s,)
+    driver.interrupts = () if interrupt_s is None else (interrupt_s,)
     error = drive(driver)
-    assert run.state.stop_reason == "failed"
-    return type(error).__name__
+    assert run.state.stop_reason == "failed" and error is not None
+    return error
 
 
 def saved(run: ScriptedRun) -> list[int]:
@@ -351,107 +318,122 @@ def steps_of(run: ScriptedRun) -> list[int]:
     return [line["step"] for line in lines(run)]
 
 
-def learner_fails(error: Exception) -> dict[str, Any]:
-    return {"script": Script(learner_error=lambda step: error if step == 3 else None)}
+def nothing(_run: ScriptedRun, _patch: pytest.MonkeyPatch) -> None: ...
 
 
-SLOW = Script(train_s=100.0)
+def learner_fails(run: ScriptedRun, _patch: Any, *, error: Exception) -> None:
+    run.world.script.learner_error = lambda step: error if step == 3 else None
+
+
+def publish_hangs(run: ScriptedRun, _patch: Any) -> None:
+    """That of version 3."""
+    publish = run.world.publish
+
+    async def hanging(version: int) -> float:
+        await asyncio.sleep(NEVER_S * (version == 3))
+        return await publish(version)
+
+    run.world.publish = hanging  # type: ignore[method-assign]
+
+
+def devices_hang(run: ScriptedRun, patch: pytest.MonkeyPatch) -> None:
+    """After step 2."""
+
+    async def hanging(_devices: DedicatedDevices) -> None:
+        await asyncio.sleep(NEVER_S * (run.state.step == 2))
+
+    patch.setattr(DedicatedDevices, "acquire_for_training", hanging)
+
+
+def disk_is_slow(_run: ScriptedRun, patch: pytest.MonkeyPatch) -> None:
+    """At the record of step 3."""
+    write = Telemetry.write_step
+
+    async def slow(self: Any, record: Any) -> None:
+        await asyncio.sleep(500.0 * (record["step"] == 3))
+        await write(self, record)
+
+    patch.setattr(Telemetry, "write_step", slow)
+
+
+def saves_fail(run: ScriptedRun, _patch: Any) -> None:
+    async def disk_full(*_: object, **_keys: object) -> None:
+        raise CheckpointError("no space left on device")
+
+    run.world.save = disk_full  # type: ignore[method-assign]
+
+
+def learner_breaks(run: ScriptedRun, _patch: Any, *, at: str) -> None:
+    """Between two steps; it is not asked to save after that."""
+
+    async def fails(*_: object, **_keys: object) -> None:
+        assert not run.world.is_broken
+        run.world.is_broken = True
+        raise LearnerError("rank 1 timed out")
+
+    setattr(run.world, at, fails)
+
+
+SLOW, FAST, IDLE = {"train_s": 100.0}, {"train_s": 1.0}, {"generate_s": (1e6, 2e6)}
+TWO: dict[str, Any] = {"checkpoint": {"every_steps": 2}}
 
 
 @pytest.mark.parametrize(
-    ("how", "after_s", "error", "steps_saved", "steps_written"),
+    ("script", "sections", "prepare", "when", "error", "steps_saved", "steps_written"),
     [
-        # The step that the learner is in comes to its end.
-        ({"script": SLOW, "checkpoint": {"every_steps": 2}}, 350.0, Broken, [2, 4], [1, 2, 3, 4]),
-        # A checkpoint that is being written is finished and not begun again.
-        ({"script": Script(save_s=500.0), "checkpoint": {"every_steps": 2}}, 100.0, Broken, [2], [1, 2]),
-        # What the checkpoint has is not saved again, and a run that learned nothing saves nothing.
-        ({"script": Script(generate_s=(1e6, 2e6)), "state": 4}, 100.0, Broken, [], []),
-        ({"script": Script(generate_s=(1e6, 2e6))}, 100.0, Broken, [], []),
-        # After a failure of the learner weights are undefined, unless it refused before it changed any.
-        (learner_fails(LearnerError("rank 1 died")), NEVER_S, LearnerError, [], [1, 2, 3]),
-        (learner_fails(TrainingDiverged("13 values of the critic")), NEVER_S, TrainingDiverged, [], [1, 2, 3]),
-        (learner_fails(GradientsDiverged("norm of step 3 is inf")), NEVER_S, GradientsDiverged, [3], [1, 2, 3]),
+        (SLOW, TWO, nothing, {"after_s": 350.0}, Broken, [2, 4], 4),
+        ({"save_s": 500.0}, TWO, nothing, {"after_s": 100.0}, Broken, [2], 2),
+        (IDLE, {"state": 4}, nothing, {"after_s": 100.0}, Broken, [], 0),
+        (IDLE, {}, nothing, {"after_s": 100.0}, Broken, [], 0),
+        ({}, {}, partial(learner_fails, error=LearnerError("rank 1 died")), {}, LearnerError, [], 3),
+        ({}, {}, partial(learner_fails, error=TrainingDiverged("13 values")), {}, TrainingDiverged, [], 3),
+        ({}, {}, partial(learner_fails, error=GradientsDiverged("inf")), {}, GradientsDiverged, [3], 3),
+        (FAST, {}, publish_hangs, {"after_s": 100.0}, Broken, [3], 3),
+        (FAST, {}, devices_hang, {"after_s": 100.0}, Broken, [2], 2),
+        (FAST, {}, disk_is_slow, {"after_s": 100.0}, Broken, [3], 3),
+        (SLOW, {}, saves_fail, {"after_s": 350.0}, Broken, [], 4),
+        (SLOW | {"save_s": 10_000.0}, {}, nothing, {"after_s": 350.0, "interrupt_s": 500.0}, Broken, [], 4),
+        (SLOW, {}, nothing, {"after_s": 350.0, "interrupt_s": 350.0}, Broken, [4], 4),
+        (FAST, TWO, partial(learner_breaks, at="publish"), {}, LearnerError, [], 1),
+        (FAST, TWO, partial(learner_breaks, at="save"), {}, LearnerError, [], 2),
+    ],
+    ids=[
+        "the step that the learner is in comes to its end",
+        "a checkpoint that is being written is finished and not begun again",
+        "what a checkpoint has is not saved again",
+        "a run that learned nothing saves nothing",
+        "weights are undefined after a failure of the learner",
+        "weights are undefined after a divergence",
+        "weights are whole after a refused step",
+        "a step that waits for engines",
+        "a step that waits for devices",
+        "a step that waits for the disk is written once",
+        "a save that fails is logged",
+        "an interrupt ends the rescue",
+        "an interrupt does not hide the failure",
+        "a learner that failed to publish",
+        "a learner that failed to save",
     ],
 )
 def test_what_is_written_and_saved_after_a_failure(
     scripted: Make,
     caplog: pytest.LogCaptureFixture,
-    how: dict[str, Any],
-    after_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    script: dict[str, Any],
+    sections: dict[str, Any],
+    prepare: Callable[[ScriptedRun, pytest.MonkeyPatch], None],
+    when: dict[str, float],
     error: type[Exception],
     steps_saved: list[int],
-    steps_written: list[int],
+    steps_written: int,
 ) -> None:
-    state = resumed_state(how["state"]) if "state" in how else None
-    run = scripted(how["script"], state=state, **{name: keys for name, keys in how.items() if name == "checkpoint"})
-    assert fail(run, after_s=after_s) == error.__name__
-    assert (saved(run), steps_of(run)) == (steps_saved, steps_written)
-    assert "could not be saved" not in caplog.text
-
-
-def hangs_at(run: ScriptedRun, what: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`what` of version or step `number` never ends, or takes 500 s."""
-    world, publish, write = run.world, run.world.publish, Telemetry.write_step
-
-    async def publish_or_hang(version: int) -> float:
-        if version == number:
-            await asyncio.Event().wait()
-        return await publish(version)
-
-    async def acquire_or_hang(_devices: DedicatedDevices) -> None:
-        if run.state.step == number:
-            await asyncio.Event().wait()
-
-    async def write_slowly(self: Any, record: Any) -> None:
-        if record["step"] == number:
-            await asyncio.sleep(500.0)
-        await write(self, record)
-
-    if what == "publish":
-        world.publish = publish_or_hang  # type: ignore[method-assign]
-    elif what == "acquire":
-        monkeypatch.setattr(DedicatedDevices, "acquire_for_training", acquire_or_hang)
-    else:
-        monkeypatch.setattr(Telemetry, "write_step", write_slowly)
-
-
-@pytest.mark.parametrize(("what", "number", "steps"), [("publish", 3, 3), ("acquire", 2, 2), ("line", 3, 3)])
-def test_a_step_that_waits_for_engines_devices_or_the_disk_is_written_once_and_saved(
-    scripted: Make, monkeypatch: pytest.MonkeyPatch, what: str, number: int, steps: int
-) -> None:
-    run = scripted(Script(train_s=1.0))
-    hangs_at(run, what, number, monkeypatch)
-    assert fail(run, after_s=100.0) == "Broken"
-    assert (saved(run), steps_of(run)) == ([steps], list(range(1, steps + 1)))
-
-
-def test_a_save_that_fails_is_logged_and_the_failure_is_reported(
-    scripted: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = scripted(SLOW)
-
-    async def disk_full(*_: object, **_keys: object) -> None:
-        raise CheckpointError("no space left on device")
-
-    run.world.save = disk_full  # type: ignore[method-assign]
-    assert fail(run, after_s=350.0) == "Broken"
-    assert "could not be saved: CheckpointError: no space left on device" in caplog.text
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
-    scripted: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def busy(path: Path, *, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise OSError(f"{path.name} is busy")
-
-    run = scripted(SLOW, checkpoint={"every_steps": 1, "keep_last": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr("trainer.learner.checkpoint.shutil.rmtree", busy)
-        assert fail(run, after_s=350.0) == "Broken"
-    assert (saved(run), steps_of(run)) == ([4], [1, 2, 3, 4])
-    assert "could not be deleted (OSError: step_1.deleted is busy); the next save tries again" in caplog.text
+    state = resumed_state(sections["state"]) if "state" in sections else None
+    run = scripted(Script(**script), **(sections | {"state": state}))
+    prepare(run, monkeypatch)
+    assert isinstance(fail(run, **when), error)
+    assert (saved(run), steps_of(run)) == (steps_saved, list(range(1, steps_written + 1)))
+    failed = "could not be saved: CheckpointError: no space left on device"
+    assert (failed in caplog.text) == ("could not be saved" in caplog.text) == (prepare is saves_fail)
 
 
 @in_virtual_time
@@ -466,13 +448,10 @@ async def test_a_save_that_fails_after_its_caller_is_gone_is_logged_in_one_line(
         raise LearnerError("rank 0 died")
 
     run.world.save = save  # type: ignore[method-assign]
-    learner: Any = run.world
-
     loop = asyncio.get_running_loop()
     loop.set_default_executor(InlineExecutor(1))
     loop.set_exception_handler(lambda _loop, context: unhandled.append(context))
-    parts = {"learner": learner, "buffer": run.buffer, "source": run.source, "state": run.state}
-    ending = asyncio.create_task(Checkpointer(run.cfg, run.telemetry, **parts).at_end(0, is_interrupted=True))
+    ending = asyncio.create_task(run.training()._checkpointer.at_end(0, is_interrupted=True))
     await asyncio.sleep(1.0)
     ending.cancel()
     await asyncio.wait([ending])
@@ -483,38 +462,11 @@ async def test_a_save_that_fails_after_its_caller_is_gone_is_logged_in_one_line(
     assert "save 0 failed: LearnerError: rank 0 died" in caplog.text
 
 
-@pytest.mark.parametrize(("save_s", "interrupt_s"), [(10_000.0, 500.0), (0.2, 350.0)])
-def test_an_interrupt_ends_the_rescue_and_does_not_hide_the_failure(
-    scripted: Make, save_s: float, interrupt_s: float
-) -> None:
-    run = scripted(Script(train_s=100.0, save_s=save_s))
-    assert fail(run, after_s=350.0, interrupt_s=interrupt_s) == "Broken"
-    if interrupt_s > 350.0:
-        assert saved(run) == []
-
-
-@pytest.mark.parametrize("what", ["publish", "save"])
-def test_a_learner_that_failed_between_its_steps_is_not_asked_to_save(scripted: Make, what: str) -> None:
-    run = scripted(Script(train_s=1.0), checkpoint={"every_steps": 2})
-    num_saves = 0
-
-    async def fails(*_: object, **_keys: object) -> None:
-        nonlocal num_saves
-        num_saves += 1
-        run.world.is_broken = True
-        raise LearnerError("rank 1 timed out")
-
-    setattr(run.world, what, fails)
-    assert fail(run) == "LearnerError"
-    assert (num_saves, saved(run)) == (1, [])
-
-
 def test_a_run_resumes_from_there_and_trains_every_prompt_once(scripted: Make) -> None:
     keys: dict[str, Any] = {"trainer": {"total_steps": 12}, "mode": {"max_staleness": 2}}
     first = scripted(Script(train_s=20.0, generate_s=(0.1, 5.0)), **keys)
     before = watch_batches(first)
-    assert fail(first, after_s=90.0) == "Broken"
-    first.telemetry.run_dir.close()
+    assert isinstance(fail(first, after_s=90.0), Broken)
     resumed = find_resume_point(first.cfg, first.telemetry.run_dir.checkpoints)
     assert resumed is not None
     assert 1 < resumed.step < len(before), "batches of later steps had been taken"
@@ -533,15 +485,18 @@ def test_a_run_resumes_from_there_and_trains_every_prompt_once(scripted: Make) -
 # Tasks that end together
 
 
-async def after(seconds: float, *, error: Exception | None = None, at_end: Exception | None = None) -> None:
-    """Fails after so many seconds, or on its way out where it is cancelled before."""
+async def after(seconds: float, *, error: str = "", at_end: str = "", cleans_up: list[str] | None = None) -> None:
+    """Fails after so many seconds, or on its way out where it is cancelled before; or takes 5 s to clean up."""
     try:
         await asyncio.sleep(seconds)
     finally:
-        if at_end is not None:
-            raise at_end
-    if error is not None:
-        raise error
+        if cleans_up is not None:
+            await asyncio.sleep(5.0)
+            cleans_up.append("clean")
+        if at_end:
+            raise OSError(at_end)
+    if error:
+        raise OSError(error)
 
 
 def ended_with(run: ScriptedRun, *watches: Any) -> tuple[str, float]:
@@ -572,23 +527,13 @@ def test_the_first_failure_ends_the_run_at_once_whatever_follows_from_it(scripte
         raise ValueError("consequence")
 
     run.world.train_step = consequence  # type: ignore[assignment]
-    second = ValueError("second")
-    watches = after(NEVER_S, at_end=second), cause(), after(NEVER_S, at_end=second)
+    watches = after(NEVER_S, at_end="second"), cause(), after(NEVER_S, at_end="third")
     assert ended_with(run, *watches) == ("OSError('first')", pytest.approx(11.0))
 
 
 def test_a_run_waits_until_all_its_tasks_have_ended_after_a_failure(scripted: Make) -> None:
     ended: list[str] = []
-
-    async def cleaning_up() -> None:
-        try:
-            await asyncio.sleep(NEVER_S)
-        finally:
-            await asyncio.sleep(5.0)
-            ended.append("clean")
-
-    run = scripted(trainer=LONG)
-    found = ended_with(run, cleaning_up(), after(10.0, error=OSError("boom")))
+    found = ended_with(scripted(trainer=LONG), after(NEVER_S, cleans_up=ended), after(10.0, error="boom"))
     assert found == ("OSError('boom')", pytest.approx(15.0))
     assert ended == ["clean"]
 
@@ -597,7 +542,7 @@ def test_a_watch_may_end_before_the_run_and_its_failure_as_the_run_ends_is_only_
     scripted: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = scripted()
-    late = after(NEVER_S, error=OSError("long after")), after(NEVER_S, at_end=OSError("the node is gone"))
+    late = after(NEVER_S, error="long after"), after(NEVER_S, at_end="the node is gone")
     assert ended_with(run, after(1.0), *late)[0] == "None"
     assert run.state.step == 6
     assert "a task failed as the run ended: OSError: the node is gone" in caplog.text
@@ -605,11 +550,9 @@ def test_a_watch_may_end_before_the_run_and_its_failure_as_the_run_ends_is_only_
 
 @in_virtual_time
 async def test_a_cancelled_run_cancels_everything_and_stays_cancelled_where_that_fails(scripted: Make) -> None:
-    run = scripted(trainer=LONG)
-
     asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-    watches = after(NEVER_S), after(NEVER_S, at_end=OSError("the node is gone"))
-    task = asyncio.create_task(run.training().run(*watches))
+    watches = after(NEVER_S), after(NEVER_S, at_end="the node is gone")
+    task = asyncio.create_task(scripted(trainer=LONG).training().run(*watches))
     await asyncio.sleep(10.0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -622,8 +565,7 @@ async def test_a_cancelled_run_cancels_everything_and_stays_cancelled_where_that
 
 def test_an_engine_that_missed_the_first_version_is_excluded_before_the_first_request(scripted: Make) -> None:
     """It starts without weights, and would be taken for live until the second version comes."""
-    run = scripted()
-    num_requests: list[int] = []
+    run, num_requests = scripted(), list[int]()
     run.world.exclude_lost_engines = lambda: num_requests.append(len(run.world.numbers("generate")))  # type: ignore[method-assign]
     assert ended_with(run)[0] == "None"
     assert num_requests[0] == 0
@@ -632,11 +574,9 @@ def test_an_engine_that_missed_the_first_version_is_excluded_before_the_first_re
 # Engines and workers that are lost when all steps are trained: the result is there, so the run ends in order
 
 
-OTHER = "replica_1"
-LAST = 6
+OTHER, LAST = "replica_1", 6
 A_WHILE_S = 30.0
 """The fleet looks several times at engines and workers."""
-SECTIONS: dict[str, Any] = {"checkpoint": {"save_at_end": True, "export_hf": True}}
 
 
 class Idle:
@@ -650,25 +590,16 @@ class Idle:
 
 
 class Losing(ScriptedDriver):
-    """With a real fleet: the replicas in `members`, whose restarts take longer than what is left of a run, and one
-    rollout worker. `during(what, version)` something is lost."""
+    """With a real fleet: one or two replicas, whose restarts take longer than what is left of a run, and one rollout
+    worker. `during(what, version)` something is lost."""
 
-    def __init__(self, run: ScriptedRun, monkeypatch: pytest.MonkeyPatch, *, num_engines: int = 1) -> None:
+    def __init__(self, run: ScriptedRun, *replicas: str) -> None:
         super().__init__(run)
-        monkeypatch.setattr(fleet_module, "kill_actor", lambda actor: actor.die())
-        self.run_of, self.restarts = run, list[str]()
-        if num_engines == 2:
-            self.members[OTHER] = "live"
-            run.world.freeze = self._freeze  # type: ignore[method-assign]
-
-    @contextlib.asynccontextmanager
-    async def _freeze(self, replicas: Sequence[str]) -> AsyncIterator[dict[str, int]]:
-        world = self.run_of.world
-        async with world.frozen:
-            yield dict.fromkeys(replicas, world.live)
+        self.members |= dict.fromkeys(replicas, "live")
+        self.restarts: list[str] = []
 
     def _training_run(self, *_: Any) -> Any:
-        training = super()._training_run()
+        world: Any = self._scripted.world
         self.fleet = Fleet(
             {name: LocalActor(Idle()) for name in self.members},
             [LocalActor(Idle())],
@@ -678,9 +609,8 @@ class Losing(ScriptedDriver):
             restart_engine=self._restart,
             sync_states=lambda: self.members,
         )
-        self._scripted.world.watch = self.fleet.watch  # type: ignore[attr-defined]
-        training.evaluator._members = self.fleet.engine_states
-        return training
+        world.watch, world.engine_states = self.fleet.watch, self.fleet.engine_states
+        return super()._training_run()
 
     async def _restart(self, name: str, _number: int) -> None:
         self.restarts.append(name)
@@ -691,7 +621,7 @@ class Losing(ScriptedDriver):
 
     def during(self, what: str, happens: Callable[[], Awaitable[None]], *, version: int | None = None) -> None:
         """While the run does `what`, of this version or any."""
-        world = self.run_of.world
+        world = self._scripted.world
         does = getattr(world, what)
 
         async def meddled(*args: Any, **keys: Any) -> Any:
@@ -712,24 +642,35 @@ class Losing(ScriptedDriver):
 
     def ends_in_order(self) -> bool:
         """With everything that a run leaves behind."""
-        run, error = self.run_of, drive(self)
+        run, error = self._scripted, drive(self)
         assert error is None
         assert run.world.numbers("saved") == [LAST]
         assert steps_of(run) == list(range(1, LAST + 1))
         return run.state.stop_reason == "completed" and (run.telemetry.run_dir.export / "model").exists()
 
 
+@pytest.fixture
+def losing(scripted: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The run and its driver."""
+    monkeypatch.setattr(fleet_module, "kill_actor", lambda actor: actor.die())
+
+    def make(
+        script: Script | None = None, *replicas: str, max_restarts: int = 3, every_steps: int = 0
+    ) -> tuple[ScriptedRun, Losing]:
+        saving = {"save_at_end": True, "export_hf": True, "every_steps": every_steps}
+        run = scripted(script, rollout={"max_engine_restarts": max_restarts}, checkpoint=saving)
+        return run, Losing(run, *replicas)
+
+    return make
+
+
 @pytest.mark.parametrize("max_restarts", [0, 3])
-@pytest.mark.parametrize("num_engines", [1, 2])
+@pytest.mark.parametrize("others", [(), (OTHER,)])
 def test_engines_lost_in_the_last_evaluation_cost_it_at_most(
-    scripted: Make,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    num_engines: int,
-    max_restarts: int,
+    losing: Any, caplog: pytest.LogCaptureFixture, others: tuple[str, ...], max_restarts: int
 ) -> None:
-    run = scripted(rollout={"max_engine_restarts": max_restarts}, **SECTIONS)
-    driver, generate, asked = Losing(run, monkeypatch, num_engines=num_engines), run.world.evaluate, list[str]()
+    run, driver = losing(None, *others, max_restarts=max_restarts)
+    generate, asked = run.world.evaluate, list[str]()
 
     async def evaluate(prompts: Any, params: Any, engine: str, numbers: Any) -> Any:
         if run.world.live == LAST:
@@ -739,65 +680,56 @@ def test_engines_lost_in_the_last_evaluation_cost_it_at_most(
                 raise NoReplica(f"{REPLICA} died")
         return await generate(prompts, params, engine, numbers)
 
-    run.world.evaluate = evaluate  # type: ignore[method-assign]
+    run.world.evaluate = evaluate
     assert driver.ends_in_order()
     assert driver.restarts == [], "it would be of no use"
     last = all_evaluations(run)[-1]
     assert last["version"] == LAST
-    assert lines(run)[-1]["eval/failed_runs"] == run.state.num_failed_evaluations == (num_engines == 1)
-    if num_engines == 1:
-        assert "replica_0 died" in last["failed"]
-        told = "replica_0 is lost (weight sync: dead); training is over, so it is not started again"
-        assert [record.message for record in caplog.records].count(told) == 1
-    else:
+    assert lines(run)[-1]["eval/failed_runs"] == run.state.num_failed_evaluations == (not others)
+    if others:
         assert asked[-1] == OTHER and lines(run)[-1]["eval/version"] == LAST
+    else:
+        assert "replica_0 died" in last["failed"]
+        message = "replica_0 is lost (weight sync: dead); training is over, so it is not started again"
+        assert [record.message for record in caplog.records].count(message) == 1
 
 
 @pytest.mark.parametrize("every_steps", [0, LAST])
-@pytest.mark.parametrize("what", ["save", "export_hf"])
-def test_an_engine_lost_while_the_result_is_written_is_logged_and_ends_nothing(
-    scripted: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str, every_steps: int
+@pytest.mark.parametrize(
+    ("lost", "what"),
+    [
+        *(("engine", what) for what in ("save", "export_hf")),
+        *(("worker", what) for what in ("train_step", "save", "evaluate", "export_hf")),
+    ],
+)
+def test_what_is_lost_once_it_is_not_needed_any_more_is_logged_and_ends_nothing(
+    losing: Any, caplog: pytest.LogCaptureFixture, lost: str, what: str, every_steps: int
 ) -> None:
-    """The last version is live before it is saved."""
-    run = scripted(checkpoint=SECTIONS["checkpoint"] | {"every_steps": every_steps})
-    driver = Losing(run, monkeypatch)
+    """Engines once the last version is live; the last worker from the last step on, whose groups are in the batch."""
+    run, driver = losing(Script(pull_s=20.0 if lost == "worker" else 0.5), every_steps=every_steps)
 
     async def lose() -> None:
-        while run.world.live < LAST:
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(3.0)  # it has been seen alive
-        await driver.lose_engine()
-
-    driver.during(what, lose)
-    assert driver.ends_in_order()
-    assert "replica_0 is lost (weight sync: dead); training is over" in caplog.text
-    assert driver.restarts == []
-
-
-@pytest.mark.parametrize("every_steps", [0, LAST])
-@pytest.mark.parametrize("what", ["train_step", "save", "evaluate", "export_hf"])
-def test_the_last_rollout_worker_lost_when_no_group_is_needed_any_more_ends_nothing(
-    scripted: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str, every_steps: int
-) -> None:
-    """From the last step on, whose groups are in their batch."""
-    run = scripted(Script(pull_s=20.0), checkpoint=SECTIONS["checkpoint"] | {"every_steps": every_steps})
-    driver = Losing(run, monkeypatch)
-
-    async def lose() -> None:
-        if run.state.step == LAST - (what == "train_step"):
+        if lost == "engine":
+            while run.world.live < LAST:
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(3.0)  # it has been seen alive
+            await driver.lose_engine()
+        elif run.state.step == LAST - (what == "train_step"):
             await driver.lose_worker()
             assert driver.fleet._is_closed, "an evaluation would wait for a worker"
 
     driver.during(what, lose)
     assert driver.ends_in_order()
-    assert "no rollout worker is left" in caplog.text
+    words = (
+        "no rollout worker is left" if lost == "worker" else "replica_0 is lost (weight sync: dead); training is over"
+    )
+    assert words in caplog.text
+    assert driver.restarts == []
 
 
-def test_a_restart_from_before_the_last_version_is_live_is_given_up_then(
-    scripted: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = scripted(rollout={"max_engine_restarts": 3}, **SECTIONS)
-    driver, given_up = Losing(run, monkeypatch, num_engines=2), list[str]()
+def test_a_restart_from_before_the_last_version_is_live_is_given_up_then(losing: Any) -> None:
+    _, driver = losing(None, OTHER)
+    given_up: list[str] = []
 
     async def waits() -> None:
         await asyncio.sleep(A_WHILE_S)
@@ -819,10 +751,9 @@ def test_a_restart_from_before_the_last_version_is_live_is_given_up_then(
     ],
 )
 def test_what_is_lost_before_the_last_version_is_live_or_a_learner_at_any_time_ends_the_run(
-    scripted: Make, monkeypatch: pytest.MonkeyPatch, what: str, version: int | None, error: type[Exception]
+    losing: Any, what: str, version: int | None, error: type[Exception]
 ) -> None:
-    run = scripted(rollout={"max_engine_restarts": 0}, **SECTIONS)
-    driver = Losing(run, monkeypatch)
+    run, driver = losing(max_restarts=0)
 
     async def lose_learner() -> None:
         raise LearnerError("rank 1 died")
@@ -835,11 +766,8 @@ def test_what_is_lost_before_the_last_version_is_live_or_a_learner_at_any_time_e
     assert (run.state.stop_reason, driver.restarts) == ("failed", [])
 
 
-def test_the_last_rollout_worker_lost_when_the_accuracy_is_reached_ends_nothing(
-    scripted: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = scripted(Script(train_s=5.0, hangs=lambda item: item.start_version >= 2), **SECTIONS)
-    driver = Losing(run, monkeypatch)
+def test_the_last_rollout_worker_lost_when_the_accuracy_is_reached_ends_nothing(losing: Any) -> None:
+    run, driver = losing(Script(train_s=5.0, hangs=lambda item: item.start_version >= 2))
 
     async def lose() -> None:
         run.state.stop_reason = "accuracy_reached"

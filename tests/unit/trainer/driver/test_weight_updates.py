@@ -1,4 +1,7 @@
-"""New weights on their way to the engines, the devices that learner and engines share, and watchdogs meanwhile."""
+"""New weights on their way to the engines, and the devices that learner and engines share.
+
+That the two sides wait for each other, whatever is lost, is for tests/simulation/test_shared_devices.py.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +143,14 @@ def test_which_versions_become_live_and_when(
     assert updating(coordinator, publishing(*pauses)).live == [(pytest.approx(at), version) for at, version in live]
 
 
-def test_publishing_waits_for_its_pack_and_for_no_sync() -> None:
+def test_publishing_waits_for_its_pack_and_for_no_sync_and_each_sync_is_traced_where_it_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sync that waits for an evaluation takes longer than it runs."""
+    traced: list[float] = []
+    monkeypatch.setattr(weight_updates, "time", SimpleNamespace(time=lambda: asyncio.get_running_loop().time()))
+    monkeypatch.setattr(WeightUpdater, "_trace", lambda _updater, _report, started_at: traced.append(started_at))
+
     async def main(updater: WeightUpdater) -> None:
         assert await updater.publish(1) == 0.5
         await asyncio.sleep(1.0)
@@ -149,8 +159,9 @@ def test_publishing_waits_for_its_pack_and_for_no_sync() -> None:
         await updater.wait_until_live()
         assert updater.last_report.version == 2
 
-    coordinator = updating(Coordinator(pack_s=0.5), main)
+    coordinator = updating(Coordinator(pack_s=0.5, sync_s=10.0, end_to_end_s=4.0), main)
     assert coordinator.begun == [(pytest.approx(0.5), 1), (pytest.approx(10.5), 2)]
+    assert traced == [pytest.approx(6.5), pytest.approx(16.5)]
 
 
 @pytest.mark.parametrize(
@@ -176,14 +187,6 @@ def test_what_no_engine_can_help_ends_the_run_with_its_cause(
 
 async def _lost(_version: int) -> float:
     return 0.0
-
-
-def test_a_sync_that_waited_for_an_evaluation_is_traced_where_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[float] = []
-    monkeypatch.setattr(weight_updates, "time", SimpleNamespace(time=lambda: asyncio.get_running_loop().time()))
-    monkeypatch.setattr(WeightUpdater, "_trace", lambda _updater, _report, started_at: traced.append(started_at))
-    updating(Coordinator(sync_s=10.0, end_to_end_s=4.0), publishing(0.0))
-    assert traced == [6.0]
 
 
 @pytest.mark.parametrize(("is_staged", "pull_at_s"), [(True, 1.0), (False, 6.5)])
@@ -227,7 +230,7 @@ TURN = ["r0 sleeps", "r1 sleeps", "onload"]
 class World:
     """Learner, coordinator and two engines; a third is dead. Fails when both sides are on the devices."""
 
-    def __init__(self, *, broken: set[str] = frozenset(), lost: Exception | None = None) -> None:  # type: ignore[assignment]
+    def __init__(self, broken: set[str] = frozenset()) -> None:  # type: ignore[assignment]
         self.now = 0.0
         self.log: list[str] = []
         self.asleep: set[str] = set()
@@ -236,7 +239,7 @@ class World:
         self.engines = {
             name: SimpleNamespace(name=name, sleep=SimpleNamespace(remote=self._sleeper(name))) for name in self.members
         }
-        self.broken, self.lost = broken, lost
+        self.broken = broken
         self.killed: list[str] = []
         anything: Any = self
         self.devices = ColocatedDevices(
@@ -282,8 +285,6 @@ class World:
     async def sync(self, version: int) -> SyncReport:
         assert not self.is_learner_here, "the learner is still there"
         await asyncio.sleep(0.01)
-        if self.lost is not None:
-            raise self.lost
         self.asleep.clear()
         self.log.append(f"sync {version}")
         return sync_report(version)
@@ -306,42 +307,6 @@ async def test_a_step_takes_the_devices_and_gives_them_back() -> None:
     assert devices.offload_s == 0, "this turn's is still to come"
 
 
-async def test_the_next_step_waits_until_the_engines_have_the_version_of_the_last() -> None:
-    world = World()
-    devices = world.devices
-    await devices.acquire_for_training()
-    await devices.publish(1)
-    waiting = asyncio.ensure_future(devices.acquire_for_training())
-    await asyncio.sleep(0.02)
-    assert not waiting.done() and not world.is_learner_here
-    await devices.sync(1)
-    await asyncio.wait_for(waiting, 5)
-    assert world.log[-4:] == ["sync 1", *TURN]
-
-
-async def test_a_restart_and_the_learner_wait_for_each_other() -> None:
-    world = World()
-    devices, entered = world.devices, asyncio.Event()
-    async with devices.engines_active():
-        learner = asyncio.ensure_future(devices.acquire_for_training())
-        await asyncio.sleep(0.01)
-        assert world.log == []
-    await asyncio.wait_for(learner, 5)
-
-    async def restart() -> None:
-        async with devices.engines_active():
-            assert not world.is_learner_here
-            entered.set()
-
-    restarting = asyncio.ensure_future(restart())
-    for step in (asyncio.sleep(0.01), devices.publish(1)):
-        await step
-        await asyncio.sleep(0.01)
-        assert not entered.is_set(), "engines still sleep"
-    await devices.sync(1)
-    await asyncio.wait_for(restarting, 5)
-
-
 @pytest.mark.parametrize(
     ("broken", "log", "killed"),
     [({"r0"}, ["r1 sleeps", "onload"], ["r2", "r0"]), ({"r0", "r1"}, ["onload"], ["r2", "r0", "r1"])],
@@ -350,33 +315,6 @@ async def test_engines_that_do_not_enter_sleep_mode_are_killed_and_stop_no_step(
     broken: set[str], log: list[str], killed: list[str]
 ) -> None:
     """Lost ones, too: they would keep their memory."""
-    world = World(broken=broken)
+    world = World(broken)
     await world.devices.acquire_for_training()
     assert (world.log, world.killed) == (log, killed)
-
-
-async def test_a_sync_that_fails_lets_engines_start_again_and_the_learner_waits_for_its_second_attempt() -> None:
-    world = World(lost=TimeoutError("no engine took it"))
-    devices, restarts = world.devices, list[str]()
-    await devices.acquire_for_training()
-    await devices.publish(1)
-
-    async def restart() -> None:
-        async with devices.engines_active():
-            restarts.append("begun")
-            await asyncio.sleep(0.02)
-            world.lost = None
-            restarts.append("ended")
-
-    restarting = asyncio.ensure_future(restart())
-    await asyncio.sleep(0.01)
-    assert not restarts, "the devices are not free yet"
-    with pytest.raises(TimeoutError, match="no engine took it"):
-        await devices.sync(1)
-    learner = asyncio.ensure_future(devices.acquire_for_training())
-    await asyncio.sleep(0.01)
-    assert restarts == ["begun"]
-    await asyncio.wait_for(devices.sync(1), 5)
-    assert restarts == ["begun", "ended"], "it would have met an engine that is not ready"
-    await asyncio.wait_for(asyncio.gather(restarting, learner), 5)
-    assert world.log[-4:] == ["sync 1", *TURN]
