@@ -25,17 +25,17 @@ class BufferStats:
     num_training: int
     """Taken by a step whose weights are not live yet."""
     oldest_age: int
-    """Age at the next step of the oldest outstanding group, in policy versions; 0 without any."""
+    """Of the outstanding groups at the next step, in policy versions; 0 without any."""
     version: int
     admitted: int
-    """Different prompts admitted; retries and readmissions after a resume do not count again."""
+    """Different prompts; retries and readmissions after a resume do not count again."""
     finished: int
     trained: int
     """Released after their step: trained, and the weights are live."""
     filtered: Mapping[str, int]
     """By reason."""
     failed: int
-    """Failed attempts, retried or not."""
+    """Attempts, retried or not."""
     retried: int
     dropped: Mapping[str, int]
     """After their last retry, by type of the last error."""
@@ -52,31 +52,29 @@ class BufferStats:
 
 
 class StarvationGuard:
-    """Counts groups that led nowhere, and decides when there is no progress; the buffer acts on it.
+    """Counts groups that led nowhere; its `NoProgress` is for the buffer to raise.
 
     Args:
         groups_per_step: B.
-        max_filtered_batches_per_step: more than this many times B filtered groups while fewer than B worked, or as many
-            dropped prompts in a row without a group that worked, mean that there is no progress.
+        max_filtered_batches_per_step: there is no progress once more than this many times B groups were filtered while
+            fewer than B worked, or this many prompts in a row were dropped.
     """
 
     def __init__(self, *, groups_per_step: int, max_filtered_batches_per_step: int) -> None:
-        self._groups_per_step = groups_per_step
-        self._max_filtered_batches = max_filtered_batches_per_step
-        self._filtered: Counter[str] = Counter()
-        self._num_finished = 0
+        self._groups_per_step, self._max_filtered_batches = groups_per_step, max_filtered_batches_per_step
         self._dropped: list[Exception] = []
+        self._start_count()
+
+    def _start_count(self) -> None:
+        self._filtered, self._num_finished = Counter[str](), 0
         self._first_failure, self._num_failed = "", 0
 
     def on_finished(self) -> None:
-        """A group worked, so dropped ones are not in a row; a step's worth of them resets the count of filtered ones,
-        also while the learner is busy and takes none."""
+        """A step's worth of them resets the count of filtered groups, also while a busy learner takes none."""
         self._dropped.clear()
         self._num_finished += 1
         if self._num_finished >= self._groups_per_step:
-            self._num_finished = 0
-            self._filtered.clear()
-            self._first_failure, self._num_failed = "", 0
+            self._start_count()
 
     def on_filtered(self, reason: str, *, failure: str = "") -> NoProgress | None:
         """`failure`: what failed in the group, if that is why it cannot be trained."""
@@ -87,20 +85,20 @@ class StarvationGuard:
         total = self._filtered.total()
         if total <= self._max_filtered_batches * self._groups_per_step:
             return None
-        reasons = ", ".join(f"{name}: {count}" for name, count in self._filtered.most_common())
-        why = ""
+        advice = ""
         if 2 * self._num_failed < total:
-            why = (
-                "Look at the recorded trajectories: the reward may not tell answers apart, or the task be far too easy "
-                "or too hard. "
+            advice = (
+                " Look at the recorded trajectories: the reward may not distinguish responses, or the task be far too "
+                "easy or too hard."
             )
         if self._first_failure:
             first_line = self._first_failure.partition("\n")[0]  # a traceback may follow; the trajectories have it
-            why += f"The first failure: {first_line}"
+            advice += f" The first failure: {first_line}"
+        reasons = ", ".join(f"{name}: {count}" for name, count in self._filtered.most_common())
         return NoProgress(
             f"{total} groups were filtered ({reasons}) without one step of {self._groups_per_step} groups; at most "
-            f"max_filtered_batches_per_step={self._max_filtered_batches} times {self._groups_per_step} are allowed. "
-            f"{why.rstrip()}"
+            f"max_filtered_batches_per_step={self._max_filtered_batches} times {self._groups_per_step} are allowed."
+            f"{advice}"
         )
 
     def on_dropped(self, error: Exception) -> NoProgress | None:
@@ -109,8 +107,8 @@ class StarvationGuard:
             return None
         first = self._dropped[0]
         no_progress = NoProgress(
-            f"{len(self._dropped)} prompts in a row were dropped after all their retries, without one group that "
-            f"worked between them; the first failed with {type(first).__name__}: {first}"
+            f"{len(self._dropped)} prompts in a row were dropped after all their retries; the first failed with "
+            f"{type(first).__name__}: {first}"
         )
         no_progress.__cause__ = first
         return no_progress

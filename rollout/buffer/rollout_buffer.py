@@ -30,7 +30,7 @@ from rollout.errors import BufferClosed, NoProgress, WorkerLost
 from rollout.types import RolloutRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from rollout.types import Group, Prompt
 
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 MAX_WORKER_LOSSES = 2
 """Rollout workers that may be lost while they generate one group before the group is blamed for it."""
-
 MAX_NAMES = 8
 """Group ids in a message."""
 
@@ -50,7 +49,7 @@ class RolloutBuffer:
         groups_per_step: B, groups per optimizer step.
         max_staleness: S, the largest age in policy versions at which a group may be trained.
         max_retries: how often a failed group is tried again before its prompt is dropped.
-        max_filtered_batches_per_step: when to give up with `NoProgress`, see `StarvationGuard`.
+        max_filtered_batches_per_step: when to stop with `NoProgress`, see `StarvationGuard`.
         step: the first step to be taken.
         version: the policy version that is live now.
         end_step: the first step that is not taken any more; None for no end.
@@ -122,15 +121,12 @@ class RolloutBuffer:
         self._raise_if_closed()
 
     def readmit(self) -> RolloutRequest | None:
-        """Admits the next prompt that a resumed run owes (under its old group id), or returns None if there is none.
-
-        Prompts that were in flight at the checkpoint come back before any new one, so that none is lost.
-        """
+        """Admits the next prompt that a resumed run owes, under its old group id; None if there is none. They come
+        before any new prompt, so that none is lost."""
         if not self._returning:
             return None
         self._require_slot()
-        group_id, prompt = self._returning.popleft()
-        return self._enqueue(group_id, prompt)
+        return self._enqueue(*self._returning.popleft())
 
     def admit(self, prompt: Prompt) -> RolloutRequest:
         """Takes a slot for `prompt`, stamps it with the live version and queues it.
@@ -236,7 +232,7 @@ class RolloutBuffer:
             started = self._clock()
             choice = self._choose()
             if not isinstance(choice, Wait):
-                return self._start_training(step, choice)
+                break
             self._wait, self._awaited = choice, set(choice.group_ids)
             self._may_take.clear()
             try:
@@ -246,25 +242,21 @@ class RolloutBuffer:
                 waited_s = self._clock() - started
                 self._seconds["take"] += waited_s
                 self._seconds["forced"] += waited_s if choice.for_old_groups else 0.0
-
-    def _choose(self) -> tuple[int, ...] | Wait:
-        ready = _keys(request for request, _ in self._ready.values())
-        unfinished = _keys((*self._queued, *self._running.values()))
-        sizes = {"groups_per_step": self._groups_per_step, "max_staleness": self._max_staleness}
-        return select(self._newest_version, ready, unfinished, **sizes)
-
-    @property
-    def _newest_version(self) -> int:
-        """That the next step may train: every step whose weights are not live yet may make a version."""
-        return self._version + len(self._in_training)
-
-    def _start_training(self, step: int, group_ids: tuple[int, ...]) -> list[Group]:
-        taken = [self._ready.pop(group_id) for group_id in group_ids]
+        taken = [self._ready.pop(group_id) for group_id in choice]
         self._in_training[step] = [request for request, _ in taken]
         self._tokens["taken"] += sum(group.num_generated_tokens for _, group in taken)
         self._next_step = step + 1
         self._notify()
         return [group for _, group in taken]
+
+    def _choose(self) -> tuple[int, ...] | Wait:
+        return select(
+            self._newest_version,
+            [GroupKey(request.start_version, request.group_id) for request, _ in self._ready.values()],
+            [GroupKey(one.start_version, one.group_id) for one in (*self._queued, *self._running.values())],
+            groups_per_step=self._groups_per_step,
+            max_staleness=self._max_staleness,
+        )
 
     # --- take_steps ---------------------------------------------------------------------------------------------------
 
@@ -310,10 +302,6 @@ class RolloutBuffer:
             self._notify()
 
     @property
-    def is_closed(self) -> bool:
-        return self._closed is not None
-
-    @property
     def waiting_for(self) -> str:
         """What `take` waits for, as text for a person or a stall message; empty if it does not wait."""
         wait = self._choose() if self._is_take_waiting else None
@@ -325,7 +313,7 @@ class RolloutBuffer:
         return f"step {self._next_step} waits for {wait.num_needed} of the unfinished groups{old} ({names}{more})"
 
     def stats(self) -> BufferStats:
-        start_versions = [request.start_version for request in self._outstanding()]
+        newest = self._newest_version
         ready_tokens = sum(group.num_generated_tokens for _, group in self._ready.values())
         return BufferStats(
             num_slots=self._num_slots,
@@ -334,7 +322,7 @@ class RolloutBuffer:
             num_running=len(self._running),
             num_ready=len(self._ready),
             num_training=self._num_slots_used - self._num_outstanding,
-            oldest_age=self._newest_version - min(start_versions, default=self._newest_version),
+            oldest_age=newest - min((request.start_version for request in self._outstanding()), default=newest),
             version=self._version,
             **{name: self._counts[name] for name in ("admitted", "finished", "trained", "failed", "retried")},
             filtered=dict(self._filtered),
@@ -385,7 +373,9 @@ class RolloutBuffer:
         if state["step"] != self._next_step:
             raise ValueError(f"the checkpoint is of step {state['step']}, but this buffer starts at {self._next_step}")
         self._next_group_id = state["next_group_id"]
-        self._returning.extend((entry["group_id"], find(_prompt_id(entry))) for entry in state["prompts"])
+        for entry in state["prompts"]:  # an older checkpoint has the prompt itself
+            prompt_id = entry["prompt_id"] if "prompt_id" in entry else entry["prompt"]["prompt_id"]
+            self._returning.append((entry["group_id"], find(prompt_id)))
         self._counts.update(state["counts"])
         self._filtered.update(state["filtered"])
         self._dropped.update(state["dropped"])
@@ -393,12 +383,28 @@ class RolloutBuffer:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     @property
+    def _newest_version(self) -> int:
+        """That the next step may train: every step whose weights are not live yet may make a version."""
+        return self._version + len(self._in_training)
+
+    @property
     def _num_outstanding(self) -> int:
         return len(self._queued) + len(self._running) + len(self._ready)
 
     @property
     def _num_slots_used(self) -> int:
-        return self._num_outstanding + sum(len(requests) for requests in self._in_training.values())
+        return self._num_outstanding + sum(map(len, self._in_training.values()))
+
+    @property
+    def _is_take_waiting(self) -> bool:
+        """And not about to look again."""
+        return self._wait is not None and not self._may_take.is_set()
+
+    @property
+    def _is_group_missing(self) -> bool:
+        """Whether the remaining steps need more groups than are outstanding."""
+        end = self._end_step
+        return end is None or self._num_outstanding < (end - self._next_step) * self._groups_per_step
 
     def _outstanding(self) -> tuple[RolloutRequest, ...]:
         """Groups that no step has taken."""
@@ -438,35 +444,13 @@ class RolloutBuffer:
     def _notify(self) -> None:
         """Brings the events up to date after any change, and lets `take` look again if its wait may be over."""
         is_closed = self._closed is not None
-        _set(self._has_slot, is_closed or (self._num_slots_used < self._num_slots and self._is_group_missing))
-        _set(self._has_queued, is_closed or bool(self._queued))
-        if is_closed or self._is_wait_over():
+        has_slot = self._num_slots_used < self._num_slots and self._is_group_missing
+        for event, is_set in ((self._has_slot, has_slot), (self._has_queued, bool(self._queued))):
+            (event.set if is_set or is_closed else event.clear)()
+        wait = self._wait
+        if wait is not None and wait.for_old_groups:
+            is_over = len(wait.group_ids) - len(self._awaited) >= wait.num_needed
+        else:
+            is_over = len(self._ready) >= self._groups_per_step
+        if is_over or is_closed:
             self._may_take.set()
-
-    def _is_wait_over(self) -> bool:
-        if self._wait is not None and self._wait.for_old_groups:
-            return len(self._wait.group_ids) - len(self._awaited) >= self._wait.num_needed
-        return len(self._ready) >= self._groups_per_step
-
-    @property
-    def _is_take_waiting(self) -> bool:
-        """And not about to look again."""
-        return self._wait is not None and not self._may_take.is_set()
-
-    @property
-    def _is_group_missing(self) -> bool:
-        """Whether the remaining steps need more groups than are outstanding."""
-        end = self._end_step
-        return end is None or self._num_outstanding < (end - self._next_step) * self._groups_per_step
-
-
-def _keys(requests: Iterable[RolloutRequest]) -> list[GroupKey]:
-    return [GroupKey(start_version=request.start_version, group_id=request.group_id) for request in requests]
-
-
-def _prompt_id(entry: Mapping[str, Any]) -> str:
-    return entry["prompt_id"] if "prompt_id" in entry else entry["prompt"]["prompt_id"]  # an older checkpoint's
-
-
-def _set(event: asyncio.Event, value: bool) -> None:
-    (event.set if value else event.clear)()

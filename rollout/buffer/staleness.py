@@ -10,7 +10,7 @@ Words
 
 The timetable
     Line the outstanding groups up, oldest first, in rows of B. Row r is the step `t + r` that trains them if from now
-    on everything is trained in order of age. The timetable from step t is *kept* if no group sits in a row after its
+    on everything is trained in order of age. The timetable from step t is *kept* if no group is in a row after its
     deadline; counted out: for every k >= 0, at most (k+1)*B outstanding groups have a deadline <= t+k. Call that C(t).
 
 The rule (`select`)
@@ -62,7 +62,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 
 class StalenessViolation(Exception):
@@ -88,17 +88,6 @@ class Wait:
     for_old_groups: bool
 
 
-def first_late(groups: Iterable[GroupKey], first_step: int, *, groups_per_step: int, max_staleness: int) -> int | None:
-    """Index, in order of age, of the first group that misses its deadline in the timetable from `first_step`.
-
-    None if the timetable is kept. Of several groups with one deadline, later ones sit in later rows.
-    """
-    for index, group in enumerate(sorted(groups)):
-        if first_step + index // groups_per_step > group.start_version + max_staleness:
-            return index
-    return None
-
-
 def select(
     step: int,
     ready: Sequence[GroupKey],
@@ -112,39 +101,35 @@ def select(
     Raises:
         StalenessViolation: the outstanding groups do not keep the timetable from `step`, so no choice can be right.
     """
-    sizes = {"groups_per_step": groups_per_step, "max_staleness": max_staleness}
-    if first_late([*ready, *unfinished], step, **sizes) is not None:
-        raise StalenessViolation(_describe_violation(step, ready, unfinished, groups_per_step, max_staleness))
-    by_age = sorted(ready)
-    chosen, left_ready = by_age[:groups_per_step], by_age[groups_per_step:]
-    if len(chosen) < groups_per_step:
-        waiting_for = tuple(group.group_id for group in sorted(unfinished))
-        return Wait(group_ids=waiting_for, num_needed=groups_per_step - len(chosen), for_old_groups=False)
-    behind = sorted([*left_ready, *unfinished])
-    late = first_late(behind, step + 1, **sizes)
+
+    def first_late(by_age: Sequence[GroupKey], first_step: int) -> GroupKey | None:
+        """The first that misses its deadline in the timetable from `first_step`; None if that is kept."""
+        for index, group in enumerate(by_age):
+            if first_step + index // groups_per_step > group.start_version + max_staleness:
+                return group
+        return None
+
+    by_age, to_come = sorted(ready), sorted(unfinished)
+    if first_late(sorted([*by_age, *to_come]), step) is not None:
+        ages = sorted((step - group.start_version for group in [*ready, *unfinished]), reverse=True)
+        raise StalenessViolation(
+            f"outstanding groups cannot all be trained within max_staleness={max_staleness} from step {step} on: "
+            f"{len(ready)} ready and {len(unfinished)} unfinished with ages {ages[:16]} at {groups_per_step} groups "
+            "per step; slots were freed before weights were live, or a group was stamped with a version that was "
+            "not live"
+        )
+    chosen = by_age[:groups_per_step]
+    if (num_missing := groups_per_step - len(chosen)) > 0:
+        return Wait(group_ids=_ids(to_come), num_needed=num_missing, for_old_groups=False)
+    late = first_late(sorted([*by_age[groups_per_step:], *to_come]), step + 1)
     if late is None:
-        return tuple(sorted(group.group_id for group in chosen))
-    return _forced_wait(step, unfinished, behind[late].start_version, groups_per_step, max_staleness)
+        return tuple(sorted(_ids(chosen)))
+    # Too many groups up to this age would stay behind. All of them are unfinished: were B of the ready ones as old,
+    # C(step) alone would have made the choice allowed.
+    due = [group for group in to_come if group.start_version <= late.start_version]
+    room = (late.start_version + max_staleness - step) * groups_per_step
+    return Wait(group_ids=_ids(due), num_needed=len(due) - room, for_old_groups=True)
 
 
-def _forced_wait(
-    step: int, unfinished: Sequence[GroupKey], start_version: int, groups_per_step: int, max_staleness: int
-) -> Wait:
-    """Too many groups up to this age would stay behind; all of them are unfinished, as ready ones were chosen first.
-
-    (Were B of the ready ones as old, C(step) alone would have made the choice allowed.)
-    """
-    due = [group for group in sorted(unfinished) if group.start_version <= start_version]
-    room = (start_version + max_staleness - step) * groups_per_step
-    return Wait(group_ids=tuple(g.group_id for g in due), num_needed=len(due) - room, for_old_groups=True)
-
-
-def _describe_violation(
-    step: int, ready: Sequence[GroupKey], unfinished: Sequence[GroupKey], groups_per_step: int, max_staleness: int
-) -> str:
-    ages = sorted((step - group.start_version for group in [*ready, *unfinished]), reverse=True)
-    return (
-        f"outstanding groups cannot all be trained within max_staleness={max_staleness} from step {step} on: "
-        f"{len(ready)} ready and {len(unfinished)} unfinished with ages {ages[:16]} at {groups_per_step} groups per "
-        "step; slots were freed before weights were live, or a group was stamped with a version that was not live"
-    )
+def _ids(groups: Sequence[GroupKey]) -> tuple[int, ...]:
+    return tuple(group.group_id for group in groups)

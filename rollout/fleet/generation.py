@@ -35,25 +35,24 @@ MAX_FRUITLESS_SUBMISSIONS = 100
 """Calls in a row that end in order and bring no token for any request; then the group fails. On shared devices engines
 may fall asleep `max_staleness` times in a row just after they have woken up."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 1.0
-"""Before a call that follows two fruitless ones, doubling with each: an engine that returns everything may rest."""
+"""Before a call that follows two fruitless ones, doubling with each."""
 
 
 class PendingGeneration:
     """One generation in progress: what the engine gets, and what came back so far."""
 
     def __init__(self, sample_index: int, context: np.ndarray, max_tokens: int, stop: tuple[str, ...] | None) -> None:
-        self.sample_index = sample_index
-        self.max_tokens = max_tokens
-        self.stop = stop
+        self.sample_index, self.max_tokens, self.stop = sample_index, max_tokens, stop
         self.response: asyncio.Future[TokenChunk] = asyncio.get_running_loop().create_future()
         self.has_lost_engine = False
         """The last one that it was sent to was lost."""
+        self.is_leaving = False
+        """Its engine is to return it."""
         self.sent_as: tuple[str, str] | None = None
         """Its engine, and its id there."""
+        self.num_tokens = self._num_sent = 0
         self._context = context
         self._chunks: list[TokenChunk] = []
-        self.num_tokens = self._num_sent = 0
-        self._is_leaving = False
 
     @property
     def is_open(self) -> bool:
@@ -69,22 +68,17 @@ class PendingGeneration:
         return len(self._context) + self.max_tokens
 
     @property
-    def may_leave(self) -> bool:
-        return not self._is_leaving and has_doubled(self._length, self._num_sent)
-
-    @property
-    def _length(self) -> int:
+    def length(self) -> int:
         return len(self._context) + self.num_tokens
 
-    def leave(self) -> None:
-        """Its engine is to return it."""
-        self._is_leaving = True
+    @property
+    def may_leave(self) -> bool:
+        return not self.is_leaving and has_doubled(self.length, self._num_sent)
 
-    def send(self) -> int:
-        """It is on its way to an engine. Returns the tokens that this one computes again, to free another."""
-        was_leaving, self._is_leaving, self._num_sent = self._is_leaving, False, self._length
-        self.has_lost_engine = False
-        return self._length if was_leaving else 0
+    def send(self, name: str, request_id: str) -> None:
+        """It is on its way to an engine."""
+        self.sent_as, self._num_sent = (name, request_id), self.length
+        self.is_leaving = self.has_lost_engine = False
 
     def token_ids(self) -> np.ndarray:
         return np.concatenate([self._context, *(chunk.token_ids for chunk in self._chunks)])
@@ -144,9 +138,9 @@ class GroupGenerator:
         """By engine."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_calls = 0
+        self._num_submissions = Counter[int]()
         self.tokens_of = Counter[int]()
         """Sample index -> tokens that engines generated for it."""
-        self._num_submissions = Counter[int]()
         self.waits = QueueTimer(asyncio.get_running_loop().time)
         """For room at an engine, by sample index."""
 
@@ -214,16 +208,14 @@ class GroupGenerator:
     async def _drive(self, batch: list[PendingGeneration]) -> None:
         """Submits a batch, and again what is unfinished, until every request has its response or time is up."""
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self._timeout_s
-        num_fruitless = 0
+        deadline, num_fruitless = clock() + self._timeout_s, 0
         while unfinished := [request for request in batch if request.is_open]:
             if num_fruitless == MAX_FRUITLESS_SUBMISSIONS:
                 raise RuntimeError(
                     f"engines returned the requests of {self._key} {num_fruitless} times in a row without a token; "
                     f"{self._scheduler.excluded or 'no engine is excluded'}"
                 )
-            num_tokens, name = sum(request.num_tokens for request in unfinished), ""
-            has_ended = True
+            num_tokens, name, has_ended = sum(request.num_tokens for request in unfinished), "", True
             try:
                 async with asyncio.timeout_at(deadline):
                     name = await self._enter(unfinished)
@@ -272,24 +264,22 @@ class GroupGenerator:
         """One streaming call to the engine `name`. False if it dies, hangs or has old weights: then it is excluded, and
         the requests continue elsewhere."""
         loads = dict(enumerate(request.load for request in requests))
-        engine = self._engines[name]
+        engine, ids = self._engines[name], list[str]()
+
+        def may_leave() -> bool:
+            return all(request.may_leave for request in requests if request.is_open)
 
         def leave() -> None:
             for request in requests:
-                request.leave()
+                request.is_leaving = True
             engine.abort(ids)
 
         try:
-            ids = self._send(name, requests)
+            ids += self._send(name, requests)
             stream = engine.stream_group(
                 ids, [request.token_ids() for request in requests], [self._params(request) for request in requests]
             )
-            stay = self._scheduler.holding(
-                name,
-                self._key,
-                may_leave=lambda: all(request.may_leave for request in requests if request.is_open),
-                leave=leave,
-            )
+            stay = self._scheduler.holding(name, self._key, may_leave=may_leave, leave=leave)
             async with stay, aclosing(stream):
                 async for index, chunk in stream:
                     self._check_version(name, chunk)
@@ -310,16 +300,15 @@ class GroupGenerator:
         """The ids of the requests at the engine. Numbered within the call, too: a loop may request several responses of
         one sample at once."""
         self._num_calls += 1
-        recovered = [request.num_tokens for request in requests if request.has_lost_engine]
-        migrated = [tokens for request in requests if (tokens := request.send())]
         moves = self._scheduler.moves
-        moves["recovered_requests"] += len(recovered)
-        moves["recovered_tokens"] += sum(recovered)
-        moves["migrated_requests"] += len(migrated)
-        moves["migrated_tokens"] += sum(migrated)
+        for request in requests:
+            if request.has_lost_engine:
+                moves.update(recovered_requests=1, recovered_tokens=request.num_tokens)
+            if request.is_leaving:  # computed again, to free another engine
+                moves.update(migrated_requests=1, migrated_tokens=request.length)
         ids = [f"{self._key}/{one.sample_index}/{self._num_calls}.{number}" for number, one in enumerate(requests)]
         for request, request_id in zip(requests, ids, strict=True):
-            request.sent_as = name, request_id
+            request.send(name, request_id)
         return ids
 
     def _params(self, request: PendingGeneration) -> SamplingParams:
@@ -347,24 +336,21 @@ class QueueTimer:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._num_open = Counter[int]()
-        self._since: defaultdict[int, float] = defaultdict(float)
-        self._before_s: defaultdict[int, float] = defaultdict(float)
+        self._waited_s: defaultdict[int, float] = defaultdict(float)
+        """Less the time at which the current wait began."""
 
     @contextlib.contextmanager
     def of(self, samples: Sequence[int]) -> Iterator[None]:
         """These samples wait for as long as the block lasts, however it ends."""
-        self._change(samples, 1)
+        for sample in samples:
+            self._waited_s[sample] -= 0.0 if self._num_open[sample] else self._clock()
+            self._num_open[sample] += 1
         try:
             yield
         finally:
-            self._change(samples, -1)
+            for sample in samples:
+                self._num_open[sample] -= 1
+                self._waited_s[sample] += 0.0 if self._num_open[sample] else self._clock()
 
     def seconds(self, sample: int) -> float:
-        open_s = self._clock() - self._since[sample] if self._num_open[sample] else 0.0
-        return self._before_s[sample] + open_s
-
-    def _change(self, samples: Sequence[int], change: int) -> None:
-        for sample in samples:
-            self._before_s[sample] = self.seconds(sample)
-            self._since[sample] = self._clock()
-            self._num_open[sample] += change
+        return self._waited_s[sample] + (self._clock() if self._num_open[sample] else 0.0)

@@ -1,10 +1,9 @@
 """Which engine a request goes to, and when: least loaded first, oldest group first.
 
 A group stays with one engine, because its samples share the prompt's prefix cache. A new group goes to the engine with
-the fewest outstanding tokens (prompt plus budget of what was sent and has not come back) among those with room, and to
-the first one of those that have equally few. Requests that other rollout workers have there count like the new ones.
-That number is as old as the last view, so that workers do not all begin with the same engine, each has the engines in
-another order.
+the fewest outstanding tokens (prompt plus budget of what was sent and has not come back) among those with room; of
+several to the first. Requests that other rollout workers have there count like the new ones. That number is as old as
+the last view: so that workers do not all begin with the same engine, each has the engines in another order.
 
 Requests above an engine's limit are queued here. The oldest group enters first, and no request takes room that an older
 one waits for.
@@ -84,10 +83,6 @@ class _Engine:
     def is_open(self) -> bool:
         return self.excluded is None and not self.is_pinned
 
-    @property
-    def takes_groups(self) -> bool:
-        return self.is_open and not self.is_drained
-
     def has_room(self, num_requests: int) -> bool:
         """An empty engine takes a group that is larger than its limit."""
         used, limit = self.num_requests, self.limit
@@ -148,10 +143,6 @@ class RequestScheduler:
         submission = _Submission(
             group_key=group_key, tokens=tokens, num_requests=num_requests, reserved=reserved, engine=engine
         )
-        if not self._queue:
-            name = self._place(submission)
-            if name is not None:
-                return name
         bisect.insort(self._queue, (order, next(self._arrivals), submission))
         self.num_queued += num_requests
         try:
@@ -216,8 +207,7 @@ class RequestScheduler:
     # Engines
 
     def adapt(self, name: str, load: EngineStatus) -> None:
-        """Moves the limit of `name`, which gets nothing while it has so many requests; a group that finds it empty may
-        be larger."""
+        """Moves the limit of `name`, if it has one."""
         engine = self._engine(name)
         if engine.limit is not None:
             engine.limit = engine.limit.next(load, in_flight=engine.num_requests, num_queued=self.num_queued)
@@ -266,7 +256,7 @@ class RequestScheduler:
     @property
     def in_service(self) -> list[str]:
         """Engines that are neither excluded nor pinned nor drained."""
-        return [name for name, engine in self._engines.items() if engine.takes_groups]
+        return [name for name, engine in self._engines.items() if engine.is_open and not engine.is_drained]
 
     @property
     def excluded(self) -> dict[str, str]:
@@ -293,12 +283,29 @@ class RequestScheduler:
 
     # Inside
 
-    def _place(self, submission: _Submission) -> str | None:
-        """Chooses an engine and counts the requests there. None if every engine that may take them (the group's own, if
-        it has one) is full or pinned; raises NoReplica if all are excluded."""
-        name = self._choose(submission)
+    def _admit(self) -> None:
+        """Every submission for which there is room, oldest first. None takes a place that an older one waits for."""
+        full, place = set[str](), 0
+        while place < len(self._queue):
+            submission = self._queue[place][2]
+            own = self._only_engine(submission)
+            if submission.engine.done() or (own not in full and self._try(submission, own)):
+                del self._queue[place]
+            elif own is None:
+                return  # it would take any place
+            else:
+                full.add(own)
+                place += 1
+
+    def _try(self, submission: _Submission, own: str | None) -> bool:
+        """Whether its wait is over: with an engine, on which its requests count from now on, or with an error."""
+        try:
+            name = self._choose(submission, own)
+        except NoReplica as error:  # for the one that waits, not for the one that made room
+            submission.engine.set_exception(error)
+            return True
         if name is None:
-            return None
+            return False
         engine = self._engines[name]
         if submission.reserved:
             engine.num_reserved += submission.num_requests
@@ -307,21 +314,31 @@ class RequestScheduler:
             engine.is_drained = False
         engine.outstanding_tokens += submission.tokens
         engine.num_requests += submission.num_requests
+        submission.engine.set_result(name)
+        return True
+
+    def _only_engine(self, submission: _Submission) -> str | None:
+        """The one engine that it waits for; None if any will do."""
+        if submission.reserved:
+            return submission.reserved
+        name = self._engine_of.get(submission.group_key)
+        if name is None or not self._engines[name].is_open or self._engines[name].is_drained:
+            return None
         return name
 
-    def _choose(self, submission: _Submission) -> str | None:
-        own = self._only_engine(submission)
-        if submission.reserved:
-            if (reason := self._engine(submission.reserved).excluded) is not None:
-                raise NoReplica(f"the engine of the evaluation is excluded ({submission.reserved}: {reason})")
-            has_room = self._engines[submission.reserved].has_room_for_evaluation(self._total_concurrency)
-            return own if has_room else None
+    def _choose(self, submission: _Submission, own: str | None) -> str | None:
+        """None if every engine that may take it is full or pinned; raises NoReplica if all are excluded."""
         num_requests = submission.num_requests
+        if submission.reserved:
+            engine = self._engine(submission.reserved)
+            if engine.excluded is not None:
+                raise NoReplica(f"the engine of the evaluation is excluded ({submission.reserved}: {engine.excluded})")
+            return own if engine.has_room_for_evaluation(self._total_concurrency) else None
         if own is not None:
             return own if self._engines[own].has_room(num_requests) else None
-        if len(self.excluded) == len(self._engines):
-            self.require_engine()
         usable = [name for name, engine in self._engines.items() if engine.has_room(num_requests)]
+        if not usable and len(self.excluded) == len(self._engines):
+            self.require_engine()
         if submission.group_key in self._engine_of:  # a drained engine is kept for new groups
             usable = [name for name in usable if not self._engines[name].is_drained] or usable
 
@@ -330,13 +347,6 @@ class RequestScheduler:
             return engine.outstanding_tokens + engine.num_elsewhere * submission.tokens // num_requests
 
         return min(usable, key=load, default=None)
-
-    def _only_engine(self, submission: _Submission) -> str | None:
-        """The one engine that it waits for; None if any will do."""
-        if submission.reserved:
-            return submission.reserved
-        name = self._engine_of.get(submission.group_key)
-        return name if name is not None and self._engines[name].takes_groups else None
 
     def _take_back(self, name: str, tokens: int, num_requests: int, *, is_reserved: bool = False) -> None:
         engine = self._engines[name]
@@ -348,30 +358,6 @@ class RequestScheduler:
         engine.outstanding_tokens -= tokens
         engine.num_requests -= num_requests
         engine.num_reserved -= num_requests * is_reserved
-
-    def _admit(self) -> None:
-        """Every submission for which there is room, oldest first. None takes a place that an older one waits for."""
-        full: set[str] = set()
-        for entry in list(self._queue):
-            submission = entry[2]
-            own = self._only_engine(submission)
-            if submission.engine.done() or (own not in full and self._try(submission)):
-                self._queue.remove(entry)
-            elif own is None:
-                return  # it would take any place
-            else:
-                full.add(own)
-
-    def _try(self, submission: _Submission) -> bool:
-        """Whether its wait is over, with an engine or an error."""
-        try:
-            name = self._place(submission)
-        except NoReplica as error:  # for the one that waits, not for the one that made room
-            submission.engine.set_exception(error)
-            return True
-        if name is not None:
-            submission.engine.set_result(name)
-        return name is not None
 
     def _engine(self, name: str) -> _Engine:
         if name not in self._engines:

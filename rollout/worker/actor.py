@@ -35,8 +35,8 @@ no cycles, so there is little to find: tracebacks and cancelled tasks."""
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """In the block, what exists already is never scanned, and full collections are rare. A process that has frozen its
-    objects before keeps all of them so."""
+    """In the block, what exists already is never scanned, and full collections are rare. Objects that were frozen
+    before stay so."""
     before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
@@ -68,8 +68,7 @@ class RolloutWorkerActor:
         self._for_life = ExitStack()
 
     async def start(self) -> None:
-        """Loads the tokenizer and starts the reward processes. Raises DataError if the reward does not import, and
-        PluginError if the agent loop does not load."""
+        """Raises DataError if the reward does not import, and PluginError if the agent loop does not load."""
         await self._rewards.start()
         self._for_life.enter_context(rare_collections())
         path = self._spec.tokenizer_path
@@ -100,11 +99,11 @@ class RolloutWorkerActor:
         return await self._worker.run_group(item)
 
     async def submit(self, items: Mapping[int, RolloutRequest], cancelled: Sequence[int]) -> None:
-        """Begin groups by their call ids, and cancel others; see `GroupServer`."""
+        """See `GroupServer`."""
         self._groups.submit(items, cancelled)
 
     async def ended(self) -> dict[int, Group | Exception]:
-        """The groups that have ended since the last call, by their call ids; waits for one."""
+        """See `GroupServer`."""
         return await self._groups.ended()
 
     async def evaluate(
@@ -133,8 +132,6 @@ def rollout_worker_actor() -> Any:
 
     Example:
         worker = rollout_worker_actor().options(num_cpus=1).remote(spec, {"engine-0": handle})
-        await worker.start.remote()
-        group = await worker.run_group.remote(item)
     """
     import ray
 

@@ -31,11 +31,7 @@ EXPECTED = (NoReplica, TimeoutError, AgentError, BaselineError)
 
 
 class GroupServer:
-    """Runs groups concurrently, each under the call id that its caller gave it.
-
-    Args:
-        run_group: generates and rewards one group.
-    """
+    """Runs groups concurrently with `run_group`, each under the call id that its caller gave it."""
 
     def __init__(self, run_group: Callable[[RolloutRequest], Awaitable[Group]]) -> None:
         self._run_group = run_group

@@ -58,7 +58,7 @@ class WorkerSpec:
     sampling: SamplingParams
     """Of training rollouts. `max_tokens` bounds everything after the prompt; `seed` is ignored."""
     request_timeout_s: float
-    """Longest time one generation may take, resubmissions and waits for room included."""
+    """Of one generation, resubmissions and waits for room included."""
     evaluation_window: int = 256
     """Requests that one engine takes at once, from all workers: no evaluation has more there. The others wait, and
     their time does not run."""
@@ -74,7 +74,7 @@ class WorkerSpec:
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
     """For agent loops that render chat templates."""
     agent_timeout_s: float | None = None
-    """Longest time one trajectory may take, environment included; None leaves it to `request_timeout_s`."""
+    """Of one trajectory, environment included; None leaves it to `request_timeout_s`."""
     agent_max_sequences: int = 1
     """Token sequences that a trajectory may consist of."""
     on_failure: OnFailure = field(default_factory=dict)
@@ -94,7 +94,7 @@ class WorkerSpec:
     reward_concurrency: int = 32
     """Concurrent calls of a reward that is `async def`."""
     reward_directory: str | None = None
-    """What relative paths of rewards are relative to, where rows name them; None is the working directory."""
+    """What relative paths of rewards that rows name are relative to; None is the working directory."""
 
 
 class RolloutWorker:
@@ -104,8 +104,7 @@ class RolloutWorker:
         engines: each with its own name.
         tokenizer: decodes generated tokens, once per trajectory.
         loop: how a trajectory comes about.
-        reward_slots: of a prompt, the queue for its reward and how many responses of an evaluation leave that at once;
-            None is one queue for all, with `spec.reward_processes`.
+        reward_slots: None is one queue for all rewards, with `spec.reward_processes`.
         clock: seconds, for `Trajectory.timings`.
     """
 
@@ -120,7 +119,9 @@ class RolloutWorker:
         reward_slots: RewardSlots | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._spec = spec
+        self._spec, self._tokenizer, self._score, self._clock = spec, tokenizer, score, clock
+        self._loop = SingleTurnLoop() if loop is None else loop
+        self._reward_slots = reward_slots
         self._engines: dict[str, EngineClient] = {engine.name: engine for engine in engines}
         self._scheduler = RequestScheduler(
             self._engines, concurrency=spec.concurrency, total_concurrency=spec.evaluation_window
@@ -128,11 +129,6 @@ class RolloutWorker:
         self._evaluations: set[RequestScheduler] = set()
         self._incarnations = dict.fromkeys(self._engines, 0)
         self._num_polls = dict.fromkeys(self._engines, 0)
-        self._tokenizer = tokenizer
-        self._score = score
-        self._loop = SingleTurnLoop() if loop is None else loop
-        self._clock = clock
-        self._reward_slots = reward_slots
         self._num_evaluations = self._num_lost_tokens = 0
         self._timeout_error = f"generation took longer than request_timeout_s={spec.request_timeout_s:g}"
 
@@ -147,20 +143,22 @@ class RolloutWorker:
             AgentError: the agent loop completed none of the samples.
             BaselineError: the greedy response failed.
         """
-        size, sampling = self._spec.group_size, self._spec.sampling
+        spec, sampling = self._spec, self._spec.sampling
 
         def params_of(sample: int, submission: int) -> SamplingParams:
-            if sample == size:  # the baseline; nothing is drawn, so nothing is seeded
+            if sample == spec.group_size:  # the baseline; nothing is drawn, so nothing is seeded
                 return SamplingParams(max_tokens=sampling.max_tokens, temperature=0.0, stop=sampling.stop)
-            if not self._spec.per_request_seed:
+            if not spec.per_request_seed:
                 return sampling
-            return replace(sampling, seed=self._seed(item.prompt.prompt_id, item.group_id, sample, submission))
+            return replace(
+                sampling, seed=derive_seed(spec.seed, item.prompt.prompt_id, item.group_id, sample, submission)
+            )
 
         async with GroupGenerator(
             self._engines,
             self._scheduler,
             key=f"g{item.group_id}.{item.attempt}",
-            timeout_s=self._spec.request_timeout_s,
+            timeout_s=spec.request_timeout_s,
             params_of=params_of,
             order=(item.start_version, item.group_id),
             min_version=item.start_version,
@@ -172,24 +170,21 @@ class RolloutWorker:
                 raise
 
     async def _attempt(self, item: RolloutRequest, generator: GroupGenerator) -> Group:
-        size, prompt = self._spec.group_size, item.prompt
+        spec, size, prompt = self._spec, self._spec.group_size, item.prompt
 
         async def run(sample: int) -> Trajectory:
-            rules, max_tokens = self._spec.on_failure, self._spec.sampling.max_tokens
-            trajectory = await self._generate(prompt, sample, max_tokens, generator, rules)
-            return await self._scored(prompt, trajectory, rules)
+            trajectory = await self._generate(prompt, sample, spec.sampling.max_tokens, generator, spec.on_failure)
+            return await self._scored(prompt, trajectory, spec.on_failure)
 
-        ended = await gather_or_cancel(run(sample) for sample in range(size + self._spec.greedy_baseline))
+        ended = await gather_or_cancel(run(sample) for sample in range(size + spec.greedy_baseline))
         # A loop may have failed, cancelled a generation, or requested several and used one.
-        trajectories = [
-            replace(one, num_lost_tokens=max(0, generator.tokens_of[sample] - one.num_generated_tokens))
-            for sample, one in enumerate(ended)
-        ]
+        lost = [max(0, generator.tokens_of[sample] - one.num_generated_tokens) for sample, one in enumerate(ended)]
+        trajectories = [replace(one, num_lost_tokens=num) if num else one for one, num in zip(ended, lost, strict=True)]
         samples, errors = trajectories[:size], [one.error for one in trajectories[:size]]
         if not any("reward_s" in sample.timings for sample in samples):  # not one got as far as its reward
             kind = TimeoutError if set(errors) == {self._timeout_error} else AgentError
             raise kind(f"no sample of prompt {prompt.prompt_id} ended: {errors[0]}")
-        baseline = trajectories[size] if self._spec.greedy_baseline else None
+        baseline = trajectories[size] if spec.greedy_baseline else None
         if baseline is not None and baseline.status == "failed":
             raise BaselineError(f"the greedy response to prompt {prompt.prompt_id} failed: {baseline.error}")
         return Group(
@@ -216,8 +211,8 @@ class RolloutWorker:
         response runs from the moment that there is room for it; the whole has no limit but cancellation.
 
         Args:
-            numbers: the places of `prompts` in an evaluation that several engines share, for the seeds; all of it
-                without them.
+            numbers: the places of `prompts` in an evaluation that several engines share, for the seeds; None is all of
+                it.
 
         Raises:
             NoReplica: `engine` died. An evaluation does not move: it measures the version that this engine has.
@@ -228,13 +223,14 @@ class RolloutWorker:
         def params_of(sample: int, submission: int) -> SamplingParams:
             if params.temperature == 0:
                 return params
-            return replace(params, seed=self._seed(samples[sample].prompt_id, EVALUATION, sample, submission))
+            seed = derive_seed(self._spec.seed, samples[sample].prompt_id, EVALUATION, sample, submission)
+            return replace(params, seed=seed)
 
         # A scheduler of its own sends there although the engine is pinned; `reserve` keeps to the engine's limit.
         scheduler = RequestScheduler([engine])
         window = asyncio.Semaphore(self._spec.evaluation_window)
-        # Without these all rewards would wait in the queue that they share with training, whose time runs.
         queues: dict[str, asyncio.Semaphore] = {}
+        """Without these all rewards would wait in the queue that they share with training, whose time runs."""
 
         async def run(sample: int, prompt: Prompt) -> Trajectory:
             async with window, self._scheduler.reserve(engine):
@@ -344,15 +340,15 @@ class RolloutWorker:
             failure, error = failed.kind, f"agent loop {self._spec.agent!r}: {failed}"
             nothing = TrajectoryBuilder(prompt.token_ids).finish("failed")
             trajectory = failed.so_far if failed.so_far is not None and _keeps(failure, rules) else nothing
+        status = trajectory.status
         if failure is not None:
-            is_kept = _keeps(failure, rules) and trajectory.num_generated_tokens > 0
-            trajectory = replace(trajectory, status="truncated" if is_kept else "failed")
-        generated_s = self._clock() - started
+            status = "truncated" if _keeps(failure, rules) and trajectory.num_generated_tokens else "failed"
         return replace(
             trajectory,
+            status=status,
             prompt_id=prompt.prompt_id,
             sample_index=sample,
-            timings={"generate_s": generated_s, "engine_wait_s": generator.waits.seconds(sample)},
+            timings={"generate_s": self._clock() - started, "engine_wait_s": generator.waits.seconds(sample)},
             text=response_text(trajectory, self._tokenizer),
             failure=failure,
             error=error,
@@ -363,7 +359,7 @@ class RolloutWorker:
         if trajectory.status == "failed":
             return trajectory
         started, result = self._clock(), RewardResult(reward=0.0)
-        failure, error = trajectory.failure, trajectory.error
+        status, failure, error = trajectory.status, trajectory.failure, trajectory.error
         if failure is None or rules[failure] == "score":
             try:
                 result = await self._score(prompt, trajectory.text)
@@ -371,19 +367,16 @@ class RolloutWorker:
                 failure = "reward_timeout" if isinstance(raised, RewardTimeout) else "reward_error"
                 error = str(raised)
                 if not _keeps(failure, rules):
-                    trajectory = replace(trajectory, status="failed")
-                    result = RewardResult(reward=math.nan)
+                    status, result = "failed", RewardResult(reward=math.nan)
         return replace(
             trajectory,
+            status=status,
             reward=result.reward,
             reward_parts=result.parts,
             timings={**trajectory.timings, "reward_s": self._clock() - started},
             failure=failure,
             error=error,
         )
-
-    def _seed(self, prompt_id: str, group_id: int, sample_index: int, submission: int) -> int:
-        return derive_seed(self._spec.seed, prompt_id, group_id, sample_index, submission)
 
 
 def _keeps(failure: FailureKind, rules: OnFailure) -> bool:
