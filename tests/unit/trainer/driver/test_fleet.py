@@ -16,11 +16,11 @@ from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import FleetView, WorkerReport
 from rollout.types import Group, Prompt, RolloutRequest, SamplingParams, Trajectory
 from rollout.worker.group_server import FLUSH_S, MAX_BYTES
+from tests.fakes import rollout_worker
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.local_actor import LocalActor, Ref, ServesGroups, watched
 from tests.fakes.trajectories import make_turn
 from tests.fakes.virtual_time import in_virtual_time
-from tests.unit.rollout import test_worker
 from trainer.driver import fleet as fleet_module
 from trainer.driver.engine_monitor import POLL_S, EngineIdleMeter, load_metrics
 from trainer.driver.fleet import GROUP_GRACE_S, AllWorkersLost, Fleet
@@ -602,7 +602,7 @@ class Stopping(FakeEngine):
 async def watching(**settings: Any) -> AsyncIterator[tuple[RolloutWorker, Fleet, Stopping, Stopping]]:
     """A real rollout worker, and the fleet of engines "a" and "b" under its watch, both calm at first."""
     first, other = Stopping("a", said_load=CALM, step_s=2.0), Stopping("b", said_load=CALM)
-    busy = test_worker.worker(first, other)
+    busy = rollout_worker.worker(first, other)
     async with watched(busy, first, other, heartbeat_timeout_s=SILENCE_S, **settings) as fleet:
         yield busy, fleet, first, other
 
@@ -611,7 +611,7 @@ async def watching(**settings: Any) -> AsyncIterator[tuple[RolloutWorker, Fleet,
 @in_virtual_time
 async def test_requests_of_an_engine_that_stops_continue_elsewhere_from_their_prefix(replies: bool) -> None:
     async with watching() as (busy, fleet, stopping, other):
-        running = asyncio.create_task(busy.run_group(test_worker.item()))
+        running = asyncio.create_task(busy.run_group(rollout_worker.item()))
         await asyncio.sleep(5.0)
         assert stopping.num_chunks > 0, "it has the group, and has begun"
         stopping.hangs, stopping.is_stopped = True, not replies
@@ -620,8 +620,8 @@ async def test_requests_of_an_engine_that_stops_continue_elsewhere_from_their_pr
         assert fleet.lost_engines == {}, "half the time is not over"
         stopping.said_load = replace(CALM, still_s=SILENCE_S + 1)
         group = await asyncio.wait_for(running, SILENCE_S / 2 + SOON_S)
-        assert [test_worker.generated(t) for t in group.trajectories] == [test_worker.ANSWER] * 4
-        assert min(len(tokens) for tokens in other.calls[0].token_ids) > len(test_worker.item().prompt.token_ids)
+        assert [rollout_worker.generated(t) for t in group.trajectories] == [rollout_worker.ANSWER] * 4
+        assert min(len(tokens) for tokens in other.calls[0].token_ids) > len(rollout_worker.item().prompt.token_ids)
         reason = "it has requests and gave no token for 41 s" if replies else "answered no poll for"
         assert reason in fleet.lost_engines["a"]
 

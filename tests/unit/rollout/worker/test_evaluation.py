@@ -6,17 +6,17 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rollout.fleet.adaptive_limit import LimitRange
+from rollout.fleet.scheduler import NoReplica
 from rollout.reward.call import RewardResult
-from rollout.types import Prompt, SamplingParams, TokenChunk
-from rollout.worker.worker import RewardSlots, RolloutWorker
+from rollout.types import Prompt, SamplingParams
 from tests.fakes.engine_client import FakeEngine
 from tests.fakes.local_actor import view_of
+from tests.fakes.rollout_worker import ANSWER, generated, item, worker
+from tests.fakes.trajectories import make_chunk
 from tests.fakes.virtual_time import in_virtual_time, run_virtual
-from tests.unit.rollout.test_worker import ANSWER, Numbers, generated, item, spec, worker
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
@@ -26,59 +26,54 @@ def prompts(num_prompts: int) -> list[Prompt]:
 
 
 class OneByOne(FakeEngine):
-    """Has `room` for requests, the others wait inside; takes `answer_s` for each but the `endless`."""
+    """Takes `answer_s` for each request but the `endless`."""
 
-    def __init__(self, name: str, *, room: int, answer_s: float, endless: int = -1) -> None:
-        super().__init__(name)
-        self.answer_s, self.endless, self.now, self.most = answer_s, f"/{endless}/", 0, 0
-        self.room = asyncio.Semaphore(room)
+    def __init__(self, *, answer_s: float, endless: int = -1) -> None:
+        super().__init__("e0")
+        self.answer_s, self.endless = answer_s, f"/{endless}/"
 
     async def stream_group(self, request_ids: Any, token_ids: Any, params: Any) -> Any:
         self.now += len(request_ids)
         self.most = max(self.most, self.now)
-        left = len(request_ids)
-        queue: asyncio.Queue[int] = asyncio.Queue()
-
-        async def one(index: int) -> None:
-            async with self.room:
-                await asyncio.sleep(1e6 if self.endless in request_ids[index] else self.answer_s)
-            queue.put_nowait(index)
-
-        tasks = [asyncio.create_task(one(index)) for index in range(len(request_ids))]
         try:
-            while left:
-                index = await queue.get()
-                self.now, left = self.now - 1, left - 1
-                yield (
-                    index,
-                    TokenChunk(
-                        token_ids=np.array([5], np.int32),
-                        logprobs=np.array([-1.0], np.float32),
-                        versions=np.zeros(1, np.int32),
-                        finish_reason="stop",
-                    ),
-                )
+            for index in range(len(request_ids)):
+                await asyncio.sleep(1e6 if self.endless in request_ids[index] else self.answer_s * (index == 0))
+                yield index, make_chunk([5])
         finally:
-            self.now -= left
-            for task in tasks:
-                task.cancel()
+            self.now -= len(request_ids)
+
+
+@in_virtual_time
+async def test_an_evaluation_runs_on_the_given_engine_in_one_call_and_in_order() -> None:
+    engines = [FakeEngine("e0"), FakeEngine("e1", version=6)]
+    trajectories = await worker(*engines).evaluate(prompts(10), replace(GREEDY, max_tokens=8), engine="e1")
+    assert [trajectory.prompt_id for trajectory in trajectories] == [prompt.prompt_id for prompt in prompts(10)]
+    for trajectory in trajectories:
+        assert (generated(trajectory), trajectory.policy_versions, trajectory.reward) == (ANSWER[:8], (6,), 8.0)
+    assert (len(engines[0].calls), len(engines[1].calls)) == (0, 1)
+    assert {(one.temperature, one.seed) for one in engines[1].calls[0].params} == {(0.0, None)}
+
+
+@in_virtual_time
+async def test_an_evaluation_does_not_move_to_another_engine() -> None:
+    busy = worker(FakeEngine("e0", die_after_chunks=1), FakeEngine("e1"))
+    with pytest.raises(NoReplica, match="e0 was killed"):
+        await busy.evaluate(prompts(1), GREEDY, engine="e0")
 
 
 @in_virtual_time
 async def test_the_time_of_a_response_runs_from_its_submission_however_many_there_are() -> None:
-    engine = OneByOne("e0", room=2, answer_s=4.0)
+    engine = OneByOne(answer_s=4.0)
     busy = worker(engine, evaluation_window=2, request_timeout_s=10.0)
     trajectories = await busy.evaluate(prompts(20), GREEDY, engine="e0")
     assert [trajectory.status for trajectory in trajectories] == ["completed"] * 20
-    assert [trajectory.prompt_id for trajectory in trajectories] == [f"test/{index}" for index in range(20)]
     assert engine.most == 2
     assert asyncio.get_running_loop().time() == pytest.approx(40.0), "the engine always has as many as it takes"
 
 
 @in_virtual_time
 async def test_a_response_that_takes_too_long_is_failed_and_the_others_are_not() -> None:
-    engine = OneByOne("e0", room=2, answer_s=7.0, endless=1)
-    busy = worker(engine, evaluation_window=2, request_timeout_s=10.0)
+    busy = worker(OneByOne(answer_s=7.0, endless=1), evaluation_window=1, request_timeout_s=10.0)
     responses = await busy.evaluate(prompts(3), GREEDY, engine="e0")
     assert [one.error for one in responses] == ["", "generation took longer than request_timeout_s=10", ""]
 
@@ -91,7 +86,7 @@ async def one_of_each(prompt: Prompt) -> tuple[str, int]:
     ("reward_slots", "expected"), [(None, [1, 2, 101, 102, 201]), (one_of_each, [1, 2, 4, 5, 101])]
 )
 def test_rewards_keep_no_place_at_the_engine_and_do_not_fill_the_queue_of_training(
-    reward_slots: RewardSlots | None, expected: list[int]
+    reward_slots: Any, expected: list[int]
 ) -> None:
     asked_at: list[float] = []
 
@@ -101,9 +96,8 @@ def test_rewards_keep_no_place_at_the_engine_and_do_not_fill_the_queue_of_traini
         return RewardResult(reward=1.0)
 
     async def main() -> None:
-        settings, engine = spec(evaluation_window=1, reward_processes=2), OneByOne("e0", room=1, answer_s=1.0)
-        busy = RolloutWorker(settings, [engine], tokenizer=Numbers(), score=slowly, reward_slots=reward_slots)
-        await busy.evaluate(prompts(5), GREEDY, engine="e0")
+        settings: Any = {"evaluation_window": 1, "reward_processes": 2, "reward_slots": reward_slots}
+        await worker(OneByOne(answer_s=1.0), score=slowly, **settings).evaluate(prompts(5), GREEDY, engine="e0")
 
     run_virtual(main())
     assert asked_at == pytest.approx(expected), "so many at a time; the engine was through after five seconds"
@@ -111,9 +105,8 @@ def test_rewards_keep_no_place_at_the_engine_and_do_not_fill_the_queue_of_traini
 
 def test_a_share_of_an_evaluation_has_the_seeds_that_it_has_in_the_whole() -> None:
     async def seeds(numbers: list[int] | None) -> dict[str, int | None]:
-        engine, asked = FakeEngine("e0"), prompts(6)
-        params = SamplingParams(max_tokens=4, temperature=0.8)
-        mine = asked if numbers is None else [asked[number] for number in numbers]
+        engine, params = FakeEngine("e0"), SamplingParams(max_tokens=4, temperature=0.8)
+        mine = prompts(6) if numbers is None else [prompts(6)[number] for number in numbers]
         trajectories = await worker(engine).evaluate(mine, params, engine="e0", numbers=numbers)
         assert [one.prompt_id for one in trajectories] == [one.prompt_id for one in mine]
         return {one.prompt_id: drawn.seed for one, drawn in zip(mine, engine.calls[0].params, strict=True)}
@@ -134,14 +127,13 @@ async def test_an_evaluation_that_is_cancelled_leaves_nothing_at_the_engine() ->
     assert 2 <= len(engine.calls) <= 3
     assert all(call.is_closed for call in engine.calls)
     group = await busy.run_group(item())
-    assert all(generated(trajectory) == ANSWER for trajectory in group.trajectories)
+    assert [generated(trajectory) for trajectory in group.trajectories] == [ANSWER] * 4
 
 
 @in_virtual_time
 async def test_training_and_an_evaluation_share_the_limit_of_the_only_engine() -> None:
     engine = FakeEngine("e0")
-    limit = LimitRange(lowest=8, highest=8)
-    busy = worker(engine, concurrency=limit, evaluation_window=8, request_timeout_s=0.6)
+    busy = worker(engine, concurrency=LimitRange(lowest=8, highest=8), evaluation_window=8, request_timeout_s=0.6)
     training = [asyncio.create_task(busy.run_group(item(group_id=i))) for i in range(3)]
     await asyncio.sleep(0.005)
     evaluated = await busy.evaluate(prompts(40), GREEDY, engine="e0")

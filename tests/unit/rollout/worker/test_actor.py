@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from rollout.errors import DataError
-from rollout.types import Group, Prompt, RolloutRequest, SamplingParams, Trajectory
+from rollout.types import Group, SamplingParams, Trajectory
 from rollout.worker.actor import THRESHOLDS, RolloutWorkerActor, rare_collections
 from rollout.worker.group_server import GroupServer
 from rollout.worker.worker import WorkerSpec
 from tests.fakes.own_tokenizer import save_own_tokenizer
+from tests.fakes.rollout_worker import item
 from tests.fakes.trajectories import make_turn
 
 if TYPE_CHECKING:
@@ -31,14 +32,10 @@ SPEC = WorkerSpec(
 )
 
 
-def worker(tokenizer: Path, *, trust_remote_code: bool) -> RolloutWorkerActor:
-    spec = replace(SPEC, tokenizer_path=str(tokenizer), trust_remote_code=trust_remote_code)
-    return RolloutWorkerActor(spec, {"replica_0": SimpleNamespace()})
-
-
 async def test_a_worker_starts_with_a_tokenizer_that_brings_its_own_code_where_it_is_trusted(tmp_path: Path) -> None:
-    tokenizer = save_own_tokenizer(tmp_path / "own")
-    trusting, wary = worker(tokenizer, trust_remote_code=True), worker(tokenizer, trust_remote_code=False)
+    spec = replace(SPEC, tokenizer_path=str(save_own_tokenizer(tmp_path / "own")))
+    trusting = RolloutWorkerActor(replace(spec, trust_remote_code=True), {"replica_0": SimpleNamespace()})
+    wary = RolloutWorkerActor(spec, {})
     try:
         await trusting.start()
         with pytest.raises(ValueError, match="contains custom code"):
@@ -73,17 +70,9 @@ async def test_a_group_is_sized_by_its_arrays_and_not_pickled_for_it(
 
     group = Group(group_id=0, prompt_id="p", trajectories=[trajectory() for _ in range(4)], start_version=0)
     assert group.nbytes == pytest.approx(len(pickle.dumps(group)), rel=0.4)
-
-    def refuse(_: object) -> bytes:
-        raise AssertionError("pickled")
-
-    async def run_group(_: object) -> Group:
-        return group
-
-    monkeypatch.setattr(pickle, "dumps", refuse)
-    server = GroupServer(run_group)
-    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer="")
-    server.submit({7: RolloutRequest(group_id=0, prompt=prompt, start_version=0)}, ())
+    monkeypatch.setattr(pickle, "dumps", None)
+    server = GroupServer(AsyncMock(return_value=group))
+    server.submit({7: item()}, ())
     assert await asyncio.wait_for(server.ended(), 10) == {7: group}
 
 
@@ -97,23 +86,22 @@ def thawed() -> Iterator[None]:
     gc.freeze()
 
 
-class Node:
-    def __init__(self) -> None:
-        self.itself = self
-
-
 @pytest.mark.usefixtures("thawed")
 def test_the_collector_is_as_before_after_the_block_even_if_that_fails() -> None:
     before = gc.get_threshold()
     with pytest.raises(ValueError, match="block"), rare_collections():
         assert gc.get_threshold() == THRESHOLDS != before
         raise ValueError("the block")
-    assert gc.get_threshold() == before
-    assert gc.get_freeze_count() == 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
     gc.freeze()
     with rare_collections():
         pass
     assert gc.get_freeze_count() > 0, "it was frozen before"
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
 
 
 @pytest.mark.usefixtures("thawed")
@@ -123,8 +111,7 @@ def test_a_young_cycle_is_still_found_in_the_block_and_what_existed_before_is_le
     with rare_collections():
         young = weakref.ref(Node())
         kept = [[number] for number in range(2 * THRESHOLDS[0])]
-        assert young() is None
-        assert len(kept) == 2 * THRESHOLDS[0]
+        assert young() is None and len(kept) == 2 * THRESHOLDS[0]
         del old
         gc.collect()
         assert seen() is not None

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.agent.loop import MultiTurnLoop
 from rollout.engine.interface import EngineStatus
 from rollout.fleet import generation
 from rollout.fleet.adaptive_limit import LimitRange
@@ -18,10 +17,8 @@ from rollout.fleet.states import EngineView, FleetView
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine, expected_answer
 from tests.fakes.local_actor import LocalActor, ServedWorker, view_of, watched
+from tests.fakes.rollout_worker import ANSWER, Played, counting_down, generated, item, segments, worker
 from tests.fakes.virtual_time import in_virtual_time
-from tests.unit.rollout.fleet.test_scheduler import Holder
-from tests.unit.rollout.test_worker import ANSWER, MAX_TOKENS, generated, item, segments, worker
-from tests.unit.rollout.test_worker_agent import Countdown, Played, agent_worker
 from trainer.driver.engine_monitor import POLL_S
 from trainer.driver.fleet import Fleet
 
@@ -32,10 +29,12 @@ if TYPE_CHECKING:
     from rollout.types import Group, Prompt, Trajectory
     from rollout.worker.worker import RolloutWorker
 
-CALM = EngineStatus(running=0, waiting=0, kv_usage_frac=None, num_preemptions=None)
+
+def load(running: int = 0, waiting: int = 0, **fields: Any) -> EngineStatus:
+    return EngineStatus(running=running, waiting=waiting, **({"kv_usage_frac": None, "num_preemptions": None} | fields))
 
 
-def bounds(lowest: int, highest: int | None = None) -> dict[str, Any]:
+def limit(lowest: int, highest: int | None = None) -> dict[str, Any]:
     return {"concurrency": LimitRange(lowest=lowest, highest=lowest if highest is None else highest)}
 
 
@@ -43,88 +42,66 @@ def begin(busy: RolloutWorker, *numbers: int, **fields: Any) -> list[asyncio.Tas
     return [asyncio.create_task(busy.run_group(item(group_id=number, **fields))) for number in numbers]
 
 
+async def end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Limits, pins, losses
+
+
 @in_virtual_time
 async def test_an_engine_never_has_more_than_its_limit_and_older_groups_come_first() -> None:
     engines = [FakeEngine("e0"), FakeEngine("e1")]
-    busy = worker(*engines, **bounds(9, 9))
+    busy = worker(*engines, **limit(9))
     numbers = [3, 9, 1, 7, 2, 8, 5, 6, 4, 0]
-    groups = await asyncio.gather(*(busy.run_group(item(group_id=number)) for number in numbers))
-    assert all(generated(t) == ANSWER for group in groups for t in group.trajectories)
+    for group in await asyncio.gather(*begin(busy, *numbers)):
+        assert [generated(t) for t in group.trajectories] == [ANSWER] * 4
     assert [engine.most for engine in engines] == [8, 8], "two groups of four each; three would be twelve"
+    sent = [[int(call.request_ids[0].split(".")[0][1:]) for call in engine.calls] for engine in engines]
+    assert sorted(number for of_one in sent for number in of_one) == sorted(numbers)
+    assert all(of_one[2:] == sorted(of_one[2:]) for of_one in sent)
     assert busy.report().num_queued == 0
-    asked = [int(call.request_ids[0].split(".")[0][1:]) for engine in engines for call in engine.calls]
-    assert sorted(asked) == sorted(numbers)
-    for engine in engines:
-        later = [int(call.request_ids[0].split(".")[0][1:]) for call in engine.calls[2:]]
-        assert later == sorted(later)
-
-
-@in_virtual_time
-async def test_what_a_lost_engine_was_generating_continues_elsewhere_from_its_prefix() -> None:
-    lost, other = FakeEngine("e0", version=1), FakeEngine("e1", version=2)
-    busy = worker(lost, other)
-    running = asyncio.create_task(busy.run_group(item(start_version=1)))
-    await asyncio.sleep(0.035)  # three chunks of three tokens
-    busy.update(view_of(e0="lost"), {})
-    group = await running
-    assert all(generated(t) == ANSWER for t in group.trajectories)
-    assert {tuple(segments(t)) for t in group.trajectories} == {((1, 9), (2, MAX_TOKENS - 9))}
-    assert lost.calls[0].is_closed
-    assert [len(tokens) for tokens in other.calls[0].token_ids] == [3 + 9] * 4
-    assert busy.report().in_flight == {"e0": 0, "e1": 0}
-
-
-@in_virtual_time
-async def test_an_engine_that_hangs_in_a_pause_is_left_as_soon_as_it_is_lost() -> None:
-    busy = worker(FakeEngine("e0", hangs=True), FakeEngine("e1", hangs=True))
-    (running,) = begin(busy, 5)
-    await asyncio.sleep(1.0)
-    busy.update(view_of(e0="lost"), {})
-    await asyncio.sleep(0.1)
-    assert busy.report().in_flight == {"e0": 0, "e1": 4}
-    busy.update(view_of(e1="lost"), {})
-    with pytest.raises(NoReplica, match="e0: weight sync: dead; e1: weight sync: dead"):
-        await running
 
 
 @in_virtual_time
 async def test_a_pinned_engine_finishes_what_it_has_and_serves_an_evaluation_but_gets_no_new_group() -> None:
-    leased, other = FakeEngine("e0", version=1), FakeEngine("e1", version=1)
-    busy = worker(leased, other)
-    running = asyncio.create_task(busy.run_group(item(group_id=0, start_version=1)))
+    pinned, other = FakeEngine("e0", version=1), FakeEngine("e1", version=1)
+    busy = worker(pinned, other)
+    (running,) = begin(busy, 0, start_version=1)
     await asyncio.sleep(0.015)
     busy.update(view_of(e0="pinned"), {})
     other.version = 2  # a commit that passes e0 by
-    new = await asyncio.gather(*(busy.run_group(item(group_id=i, start_version=2)) for i in range(1, 6)))
+    new = await asyncio.gather(*begin(busy, *range(1, 6), start_version=2))
     assert {t.policy_versions for group in new for t in group.trajectories} == {(2,)}
     assert {t.policy_versions for t in (await running).trajectories} == {(1,)}
-    evaluated = await busy.evaluate([item().prompt], SamplingParams(max_tokens=4, temperature=0.0), engine="e0")
-    assert evaluated[0].policy_versions == (1,)
+    (evaluated,) = await busy.evaluate([item().prompt], SamplingParams(max_tokens=4, temperature=0.0), engine="e0")
+    assert evaluated.policy_versions == (1,)
     assert busy.report().lost_engines == {}
-    leased.version = 2
+    pinned.version = 2
     busy.update(view_of(e0="live"), {})
     await busy.run_group(item(group_id=7, start_version=2))
-    assert len(leased.calls) == 3
+    assert len(pinned.calls) == 3
 
 
 @in_virtual_time
-async def test_a_group_whose_engine_dies_while_the_other_one_is_evaluated_continues_there_from_what_it_has() -> None:
-    dying, leased = FakeEngine("e0", die_after_chunks=8), FakeEngine("e1")
-    busy = worker(dying, leased, request_timeout_s=60.0)
+async def test_a_group_whose_engine_dies_waits_for_the_end_of_an_evaluation_on_the_other_one() -> None:
+    dying, pinned = FakeEngine("e0", die_after_chunks=8), FakeEngine("e1")
+    busy = worker(dying, pinned)
     busy.update(view_of(e1="pinned"), {})
-    running = asyncio.create_task(busy.run_group(item()))
+    (running,) = begin(busy, 0)
     await asyncio.sleep(50.0)
     assert not running.done()
     busy.update(view_of(e1="live"), {})
-    assert {t.status for t in (await running).trajectories} == {"truncated"}
-    assert [generated(t) for t in (await running).trajectories] == [ANSWER] * 4
+    assert [(t.status, generated(t)) for t in (await running).trajectories] == [("truncated", ANSWER)] * 4
     assert busy.report().recovered_tokens == 8 * dying.chunk_tokens
 
 
 @in_virtual_time
 async def test_a_group_that_waits_too_long_for_the_end_of_an_evaluation_is_no_failure() -> None:
     """`NoReplica` costs it no retry; a time-out would."""
-    busy = worker(FakeEngine("e0"), FakeEngine("e1"), request_timeout_s=60.0)
+    busy = worker(FakeEngine("e0"), FakeEngine("e1"))
     busy.update(view_of(e0="lost", e1="pinned"), {})
     with pytest.raises(NoReplica, match=r"e1: pinned; e0: weight sync: dead"):
         await busy.run_group(item())
@@ -133,7 +110,7 @@ async def test_a_group_that_waits_too_long_for_the_end_of_an_evaluation_is_no_fa
 
 @in_virtual_time
 async def test_a_wait_for_room_counts_as_time_of_the_request() -> None:
-    busy = worker(FakeEngine("e0", hangs=True), request_timeout_s=10.0, **bounds(4, 4))
+    busy = worker(FakeEngine("e0", hangs=True), request_timeout_s=10.0, **limit(4))
     for group in begin(busy, 0, 1):
         with pytest.raises(TimeoutError):
             await group
@@ -143,17 +120,14 @@ async def test_a_wait_for_room_counts_as_time_of_the_request() -> None:
 
 @in_virtual_time
 async def test_limits_follow_loads_that_are_new_and_a_new_engine_starts_over() -> None:
-    full = EngineStatus(running=4, waiting=0, kv_usage_frac=0.99, num_preemptions=0)
+    loads = {"a": load(), "b": load(4, kv_usage_frac=0.99, num_preemptions=0), "c": None}
 
-    def view(num_polls: int, *, incarnation: int = 0) -> FleetView:
-        loads = {"a": CALM, "b": full, "c": None}
-        engines = {
-            name: EngineView(incarnation=incarnation, state="live", load=load, num_polls=num_polls)
-            for name, load in loads.items()
-        }
+    def view(num_polls: int, incarnation: int = 0) -> FleetView:
+        how: dict[str, Any] = {"incarnation": incarnation, "state": "live", "num_polls": num_polls}
+        engines = {name: EngineView(load=load, **how) for name, load in loads.items()}
         return FleetView(epoch=1, engines=engines, handles={})
 
-    busy = worker(*(FakeEngine(name, hangs=True) for name in "abc"), **bounds(1, 8))
+    busy = worker(*(FakeEngine(name, hangs=True) for name in loads), **limit(1, 8))
     groups = begin(busy, *range(6))
     await asyncio.sleep(0.1)
     assert busy.update(view(0), {}).limits == {"a": 8, "b": 8, "c": 8}, "nothing is known yet"
@@ -161,20 +135,16 @@ async def test_limits_follow_loads_that_are_new_and_a_new_engine_starts_over() -
         report = busy.update(view(1), {})
         assert report.limits == {"a": 8, "b": 4, "c": 8}, "sent twice, it counts once"
         assert report.in_flight == {"a": 8, "b": 8, "c": 8}
-    new = busy.update(view(0, incarnation=1), {"b": FakeEngine("b")})
-    assert new.limits == {"a": 8, "b": 8, "c": 8}
-    for task in groups:
-        task.cancel()
-    await asyncio.gather(*groups, return_exceptions=True)
+    assert busy.update(view(0, 1), {"b": FakeEngine("b")}).limits == {"a": 8, "b": 8, "c": 8}
+    await end(*groups)
 
 
 @in_virtual_time
 async def test_an_engine_that_this_worker_lost_stays_out_until_a_new_one_takes_its_place() -> None:
-    busy = worker(FakeEngine("e0", die_after_chunks=0), FakeEngine("e1"))
+    busy, new = worker(FakeEngine("e0", die_after_chunks=0), FakeEngine("e1")), FakeEngine("e0")
     await busy.run_group(item())
     assert busy.update(view_of(e0="live"), {}).lost_engines == {"e0": (0, "e0 was killed")}
     assert list(busy.update(view_of(e0="starting", incarnation=1), {}).lost_engines) == ["e0"]
-    new = FakeEngine("e0")
     assert busy.update(view_of(e0="live", incarnation=1), {"e0": new}).lost_engines == {}
     await busy.run_group(item(group_id=6))
     assert len(new.calls) == 1
@@ -183,23 +153,20 @@ async def test_an_engine_that_this_worker_lost_stays_out_until_a_new_one_takes_i
 @in_virtual_time
 async def test_a_worker_sends_a_new_group_past_an_engine_that_others_fill() -> None:
     """Both workers have the engines in the same order, and the first one has sent a group to e0."""
-    engines = [FakeEngine("e0", said_load=CALM, hangs=True), FakeEngine("e1", said_load=CALM)]
-    first, second = worker(*engines), worker(*engines)
-    actors = {engine.name: LocalActor(engine) for engine in engines}
+    engines = [FakeEngine("e0", said_load=load(), hangs=True), FakeEngine("e1", said_load=load())]
+    workers = [worker(*engines), worker(*engines)]
     fleet = Fleet(
-        actors,
-        [LocalActor(ServedWorker(first)), LocalActor(ServedWorker(second))],
+        {engine.name: LocalActor(engine) for engine in engines},
+        [LocalActor(ServedWorker(one)) for one in workers],
         group_timeout_s=1e6,
         heartbeat_timeout_s=120.0,
     )
     watch = asyncio.create_task(fleet.watch(needs_groups=lambda: False, needs_engines=lambda: True))
-    hanging = asyncio.create_task(first.run_group(item()))
+    hanging = begin(workers[0], 0)
     await asyncio.sleep(3 * POLL_S)
-    await second.run_group(item(group_id=6))
+    await workers[1].run_group(item(group_id=6))
     assert [len(engine.calls) for engine in engines] == [1, 1]
-    for task in (watch, hanging):
-        task.cancel()
-    await asyncio.gather(watch, hanging, return_exceptions=True)
+    await end(watch, *hanging)
 
 
 # Waits for room, as `timings` have them
@@ -218,8 +185,7 @@ def waits(groups: Sequence[Group]) -> list[list[float]]:
 
 @in_virtual_time
 async def test_with_room_for_one_the_next_responses_wait_as_long_as_those_before_take() -> None:
-    busy = worker(slow(), group_size=1, **bounds(1))
-    groups = await asyncio.gather(*(busy.run_group(item(group_id=i)) for i in range(3)))
+    groups = await asyncio.gather(*begin(worker(slow(), group_size=1, **limit(1)), 0, 1, 2))
     assert waits(groups) == [[0.0], [RESPONSE_S], [2 * RESPONSE_S]]
     spent = [group.trajectories[0].timings["generate_s"] for group in groups]
     assert spent == pytest.approx([RESPONSE_S, 2 * RESPONSE_S, 3 * RESPONSE_S]), "the wait is part of it"
@@ -227,46 +193,39 @@ async def test_with_room_for_one_the_next_responses_wait_as_long_as_those_before
 
 @in_virtual_time
 async def test_a_pin_of_the_only_engine_and_the_loss_of_one_count_as_waits() -> None:
-    busy = worker(slow("e0", die_after_chunks=2), slow("e1"), group_size=1, **bounds(1))
+    busy = worker(slow("e0", die_after_chunks=2), slow("e1"), group_size=1, **limit(1))
     busy.update(view_of(e1="pinned"), {})
-    running = asyncio.create_task(busy.run_group(item()))  # to e0, which is dead at 3 s
+    running = begin(busy, 0)  # to e0, which is dead at 3 s
     await asyncio.sleep(8)
     busy.update(view_of(e1="live"), {})
-    assert waits([await running]) == [[5.0]]
+    assert waits([await running[0]]) == [[5.0]]
 
 
 @in_virtual_time
 async def test_waits_of_all_turns_of_a_response_add_up() -> None:
-    loop = MultiTurnLoop(lambda _: Countdown(2), max_turns=2)
-    busy = agent_worker(loop, slow(stop_one_in=4), group_size=1, **bounds(1))
-    alone = await agent_worker(loop, slow(stop_one_in=4), group_size=1).run_group(item())
+    how: dict[str, Any] = {"loop": counting_down(2), "group_size": 1}
+    alone = await worker(slow(stop_one_in=4), **how).run_group(item())
     assert len(alone.trajectories[0].turns()) == 2
-    groups = await asyncio.gather(*(busy.run_group(item(group_id=i)) for i in range(2)))
-    generating_s = alone.trajectories[0].timings["generate_s"]
-    for group in groups:
+    for group in await asyncio.gather(*begin(worker(slow(stop_one_in=4), **how, **limit(1)), 0, 1)):
         (trajectory,) = group.trajectories
         waited_s = trajectory.timings["engine_wait_s"]
         assert waited_s > 0
+        generating_s = alone.trajectories[0].timings["generate_s"]
         assert trajectory.timings["generate_s"] == pytest.approx(generating_s + waited_s)
-
-
-def staggered() -> Any:
-    """Asks in one turn, each trajectory a second after the one before."""
-    calls = 0
-
-    async def run(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
-        nonlocal calls
-        calls += 1
-        await asyncio.sleep(calls - 1)
-        return await MultiTurnLoop(lambda _: Countdown(1), max_turns=1).run(prompt, max_tokens, generate)
-
-    return Played(run)
 
 
 @in_virtual_time
 async def test_a_wait_that_is_cancelled_counts() -> None:
-    busy = agent_worker(staggered(), slow(), group_size=3, agent_timeout_s=8.5, **bounds(1))
-    group = await busy.run_group(item())
+    num_begun = 0
+
+    async def one_second_later_each(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
+        nonlocal num_begun
+        num_begun += 1
+        await asyncio.sleep(num_begun - 1)
+        return await counting_down(1).run(prompt, max_tokens, generate)
+
+    how: dict[str, Any] = {"loop": Played(one_second_later_each), "group_size": 3, "agent_timeout_s": 8.5}
+    group = await worker(slow(), **how, **limit(1)).run_group(item())
     assert [t.status for t in group.trajectories] == ["truncated", "failed", "failed"]
     assert waits([group]) == [[0.0, RESPONSE_S - 1, 8.5 - 2]], "the last one never came in"
 
@@ -274,23 +233,22 @@ async def test_a_wait_that_is_cancelled_counts() -> None:
 @in_virtual_time
 async def test_responses_that_are_all_cancelled_leave_their_place_at_once() -> None:
     async def thinks_instead(prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
-        loop = MultiTurnLoop(lambda _: Countdown(1), max_turns=1)
         if prompt.prompt_id == "hasty":
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(generate(prompt.token_ids, max_tokens), 1.0)
             await asyncio.sleep(4.0)
-        return await loop.run(prompt, max_tokens, generate)
+        return await counting_down(1).run(prompt, max_tokens, generate)
 
-    busy = agent_worker(Played(thinks_instead), slow(), group_size=2, **bounds(2))
-    groups = [asyncio.create_task(busy.run_group(item()))]
+    busy = worker(slow(), loop=Played(thinks_instead), group_size=2, **limit(2))
+    groups = begin(busy, 0)
     await asyncio.sleep(0.5)
-    groups.append(asyncio.create_task(busy.run_group(item(group_id=1, prompt_id="hasty"))))
+    groups += begin(busy, 1, prompt_id="hasty")
     await asyncio.sleep(0.5)
-    assert busy._scheduler.num_queued == 2
+    assert busy.report().num_queued == 2
     await asyncio.sleep(1.0)
-    assert (busy._scheduler.num_queued, groups[0].done()) == (0, False)
+    assert (busy.report().num_queued, groups[0].done()) == (0, False)
     await asyncio.gather(*groups)
-    assert sum(busy.report().in_flight.values()) == 0
+    assert busy.report().in_flight == {"e0": 0}
 
 
 # Consolidation
@@ -304,7 +262,7 @@ RULE: dict[str, Any] = {"repacking": ConsolidationRule(below=6, most=64), "sampl
 
 
 def engine(name: str, **changes: Any) -> FakeEngine:
-    return FakeEngine(name, **({"said_load": CALM, "step_s": STEP_S} | changes))
+    return FakeEngine(name, **({"said_load": load(), "step_s": STEP_S} | changes))
 
 
 @in_virtual_time
@@ -321,75 +279,51 @@ async def test_the_last_group_of_an_engine_continues_with_the_others_and_the_nex
         early[2].cancel()
         await asyncio.sleep(POLL_S + STEP_S)
         assert busy.report().in_flight == {"e0": 0, "e1": 12}
-        (call,) = [call for call in lone.calls if call.request_ids[0].startswith("g0.")]
-        assert call.is_closed
+        assert [call.is_closed for call in lone.calls if call.request_ids[0].startswith("g0.")] == [True]
         moved = crowded.calls[-1]
         assert moved.request_ids[0].startswith("g0.")
-        assert len(moved.token_ids) == 4, "the group stays together"
         lengths = [len(tokens) for tokens in moved.token_ids]
-        assert min(lengths) >= 2 * 3
+        assert len(lengths) == 4 and min(lengths) >= 2 * 3, "the group stays together"
         report = busy.report()
         assert (report.migrated_requests, report.migrated_tokens) == (4, sum(lengths))
         kept = lengths[0] - 3
         group, *_ = await asyncio.gather(early[0], early[1], *late)
-        assert all(generated(trajectory) == LONG_ANSWER for trajectory in group.trajectories)
+        assert [generated(trajectory) for trajectory in group.trajectories] == [LONG_ANSWER] * 4
         assert {tuple(segments(t)) for t in group.trajectories} == {((1, kept), (2, LONG - kept))}
         assert busy.report().migrated_requests == 4, "each moved once"
-        assert len(lone.calls) == 2
-        assert busy.report().lost_engines == {}
-        new = begin(busy, 9, start_version=1)
+        assert len(lone.calls) == 2 and busy.report().lost_engines == {}
+        (new,) = begin(busy, 9, start_version=1)
         await asyncio.sleep(0.01)
         assert busy.report().in_flight == {"e0": 4, "e1": 0}
-        await new[0]
-
-
-def crowd(running: int, waiting: int = 0) -> EngineStatus:
-    return EngineStatus(running=running, waiting=waiting, kv_usage_frac=None, num_preemptions=None)
+        await new
 
 
 @pytest.mark.parametrize(
-    ("loads", "rule", "pins"),
+    ("loads", "changes", "num_moved"),
     [
-        ((CALM, CALM), {"sampling": SAMPLING}, False),  # no rule
-        ((CALM, None), RULE, False),  # it does not report its load
-        ((crowd(30), crowd(30)), RULE, False),  # requests that others sent count
-        ((CALM, crowd(7, waiting=1)), RULE, False),  # requests wait in it
-        ((CALM, CALM), RULE, True),
+        ((load(), load()), {}, 4),
+        ((load(), load()), {"repacking": None}, 0),
+        ((load(), None), {}, 0),  # it does not report its load
+        ((load(30), load(30)), {}, 0),  # requests that others sent count
+        ((load(), load(7, waiting=1)), {}, 0),  # requests wait in it
+        ((load(), load()), {"pins": "e0"}, 0),
+        ((load(), load()), limit(8), 4),
+        ((load(), load()), limit(7), 0),  # both groups together are beyond it
+        ((load(), load()), {"num_groups": 3, **limit(4)}, 0),  # the third one waits to be sent
     ],
 )
 @in_virtual_time
-async def test_nothing_moves(loads: tuple[EngineStatus | None, ...], rule: dict[str, Any], pins: bool) -> None:
-    engines = [engine(name, said_load=load) for name, load in zip(("e0", "e1"), loads, strict=True)]
-    busy = worker(*engines, **rule)
+async def test_which_requests_move(loads: Any, changes: dict[str, Any], num_moved: int) -> None:
+    engines = [engine(name, said_load=said) for name, said in zip(("e0", "e1"), loads, strict=True)]
+    pins, num_groups = changes.pop("pins", None), changes.pop("num_groups", 2)
+    busy = worker(*engines, **(RULE | changes))
     async with watched(busy, *engines) as fleet:
-        groups = begin(busy, 0, 1)
+        groups = begin(busy, *range(num_groups))
         await asyncio.sleep(0.01)
         if pins:
-            await fleet.pin("e0")
+            await fleet.pin(pins)
         await asyncio.gather(*groups)
-    assert (busy.report().migrated_requests, busy.report().migrated_tokens) == (0, 0)
-
-
-@pytest.mark.parametrize(("is_queued", "limit", "moves"), [(False, 6, True), (True, 6, False), (False, 3, False)])
-@in_virtual_time
-async def test_nothing_moves_while_something_waits_to_be_sent_or_beyond_a_limit(
-    is_queued: bool, limit: int, moves: bool
-) -> None:
-    """Under a limit of six, three requests have room for one more beside them, but not for the six that wait."""
-    engines, holder = [engine("e0"), engine("e1")], Holder("g0")
-    busy = worker(*engines, **RULE, **bounds(limit))
-    scheduler, queued = busy._scheduler, []
-    for group, num in (("g0", 1), ("g1", 3)):
-        await scheduler.acquire(group, (0, 0), tokens=100 * num, num_requests=num)
-    if is_queued:
-        queued = [asyncio.create_task(scheduler.acquire("g2", (0, 2), tokens=1, num_requests=6))]
-    async with watched(busy, *engines), holder.at(scheduler, "e0"):
-        await asyncio.sleep(2 * POLL_S + 0.1)
-    assert scheduler.num_queued == 6 * is_queued
-    assert holder.num_asked == moves
-    for task in queued:
-        task.cancel()
-    await asyncio.gather(*queued, return_exceptions=True)
+    assert busy.report().migrated_requests == num_moved
 
 
 @in_virtual_time
@@ -399,8 +333,7 @@ async def test_a_request_moves_only_once_it_is_twice_as_long_as_it_came() -> Non
     busy = worker(*engines, **RULE)
     async with watched(busy, *engines):
         await asyncio.gather(*begin(busy, 0, 1))
-        assert [len(tokens) for tokens in engines[1].calls[-1].token_ids] == [6] * 4
-        assert busy.report().migrated_requests == 4
+    assert [len(tokens) for tokens in engines[1].calls[-1].token_ids] == [6] * 4
     seeds = [params.seed for one in engines for call in one.calls for params in call.params]
     assert len(seeds) == len(set(seeds)) == 12, "every submission has its own"
 
@@ -411,7 +344,7 @@ async def test_requests_continue_when_the_engine_that_is_to_be_free_dies_before_
         def abort(self, request_ids: Any) -> None:
             pass
 
-    engines = Deaf("e0", said_load=CALM, step_s=STEP_S), engine("e1")
+    engines = Deaf("e0", said_load=load(), step_s=STEP_S), engine("e1")
     busy = worker(*engines, **RULE)
     async with watched(busy, *engines):
         groups = begin(busy, 0, 1)
@@ -419,4 +352,4 @@ async def test_requests_continue_when_the_engine_that_is_to_be_free_dies_before_
         assert busy.report().migrated_requests == 0
         busy.update(view_of(e0="lost"), {})
         for group in await asyncio.gather(*groups):
-            assert all(generated(trajectory) == LONG_ANSWER for trajectory in group.trajectories)
+            assert [generated(trajectory) for trajectory in group.trajectories] == [LONG_ANSWER] * 4
