@@ -5,37 +5,43 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.buffer.rollout_buffer import RolloutBuffer
-from rollout.types import Group, Prompt, RolloutRequest
 from tests.fakes.staleness_oracle import is_kept
 from tests.fakes.virtual_time import run_virtual
-from tests.unit.rollout.buffer.test_rollout_buffer import group_of
+from tests.unit.rollout.buffer.test_rollout_buffer import group_of, prompt
+
+if TYPE_CHECKING:
+    from rollout.types import Group
+
+MAX_GENERATION_S = 1e5
 
 
 @dataclass(frozen=True)
 class World:
     groups_per_step: int
     max_staleness: int
-    num_workers: int
-    filter_frac: float
-    fail_frac: float
-    tail: float
+    num_workers: int = 8
+    filter_frac: float = 0.0
+    fail_frac: float = 0.0
+    tail: float = 1.0
     """Pareto shape of generation times; below 1 the mean is infinite."""
-    train_s: float
-    sync_s: float
-    supersede_frac: float
-    opens_frac: float
-    """Of the waits of the learner: it says so, and slots are opened."""
-    seed: int
+    train_s: float = 1.0
+    sync_s: float = 1.0
+    supersede_frac: float = 0.0
+    opens_frac: float = 1.0
+    """Of the waits of the learner: slots are opened."""
+    seed: int = 0
     num_steps: int = 12
     unchanged_frac: float = 0.0
     """Of the steps: they change no weight, so they make no version."""
+    has_end: bool = False
+    """The buffer knows the last step."""
 
 
 worlds = st.builds(
@@ -52,43 +58,56 @@ worlds = st.builds(
     opens_frac=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 2**32),
     unchanged_frac=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+    has_end=st.booleans(),
 )
-
-
-def new_prompt(prompt_id: str) -> Prompt:
-    return Prompt(prompt_id=prompt_id, token_ids=np.array([1], np.int32), text="", answer="")
 
 
 @dataclass
 class Simulation:
-    """The loops of `trainer.driver` in miniature. Keeps its own books, and asks an oracle instead of the buffer."""
+    """The loops of `trainer.driver` in miniature, from `first_step` on. Keeps its own books, and asks an oracle instead
+    of the buffer."""
 
     world: World
-    buffer: RolloutBuffer
-    rng: random.Random
-    first_prompt: int = 0
-    start_version: dict[int, int] = field(default_factory=dict)
-    ready: set[int] = field(default_factory=set)
-    prompt_of: dict[int, str] = field(default_factory=dict)
-    fate: Counter[str] = field(default_factory=Counter)
-    trained: list[tuple[int, list[Group]]] = field(default_factory=list)
-    possible_since: float | None = None
-    taking: int | None = None
-    live: int = 0
+    first_step: int = 0
     version: int = 0
     """The newest that was made."""
-    last_steps: dict[int, int] = field(default_factory=dict)
-    """Version -> the last step that ended with it, until it is released."""
-    unreleased: set[int] = field(default_factory=set)
+    fate: Counter[str] = field(default_factory=Counter)
+    """How often each prompt has come to an end."""
 
-    async def run(self, first_step: int = 0, version: int = 0) -> None:
-        self.live = self.version = version
+    def __post_init__(self) -> None:
+        world = self.world
+        self.rng = random.Random(world.seed + self.first_step)
+        self.sizes = {"groups_per_step": world.groups_per_step, "max_staleness": world.max_staleness}
+        self.end_step = self.first_step + world.num_steps
+        self.buffer = RolloutBuffer(
+            **self.sizes,
+            max_retries=2,
+            max_filtered_batches_per_step=1000,
+            step=self.first_step,
+            version=self.version,
+            end_step=self.end_step if world.has_end else None,
+        )
+        self.live = self.version
+        self.start_version: dict[int, int] = {}
+        self.ready: set[int] = set()
+        self.prompt_of: dict[int, str] = {}
+        self.trained: list[tuple[int, list[Group]]] = []
+        self.possible_since: float | None = None
+        self.taking: int | None = None
+        self.last_steps: dict[int, int] = {}
+        """Version -> the last step that ended with it, until it is released."""
+        self.unreleased: set[int] = set()
+
+    def play(self) -> Simulation:
+        """A deadlock raises; ages and waits are asserted inside."""
+        run_virtual(self.run())
+        return self
+
+    async def run(self) -> None:
         queue: asyncio.Queue[tuple[int, list[Group]]] = asyncio.Queue(1)
         workers = [self.rollout_loop() for _ in range(self.world.num_workers)]
-        background = [
-            asyncio.create_task(c) for c in (self.prompt_loop(), self.batch_loop(first_step, queue), *workers)
-        ]
-        train = asyncio.create_task(self.train_loop(first_step, queue))
+        background = [asyncio.create_task(c) for c in (self.prompt_loop(), self.batch_loop(queue), *workers)]
+        train = asyncio.create_task(self.train_loop(queue))
         done, _ = await asyncio.wait([train, *background], return_when=asyncio.FIRST_COMPLETED)
         for task in background:
             task.cancel()
@@ -98,27 +117,23 @@ class Simulation:
         assert train in done, "a background loop ended early"
 
     async def prompt_loop(self) -> None:
-        index = self.first_prompt
+        index = len(self.fate)
         while True:
             await self.buffer.wait_for_slot()
             item = self.buffer.readmit()
             if item is None:
-                prompt_id = f"p{index}"
+                item = self.buffer.admit(prompt(f"p{index}"))
                 index += 1
-                item = self.buffer.admit(new_prompt(prompt_id))
             self.fate[item.prompt.prompt_id] += 0
-            self.note(item)
-
-    def note(self, item: RolloutRequest) -> None:
-        self.start_version[item.group_id] = self.live
-        self.prompt_of[item.group_id] = item.prompt.prompt_id
-        assert item.start_version == self.live
-        self.look()
+            self.start_version[item.group_id] = self.live
+            self.prompt_of[item.group_id] = item.prompt.prompt_id
+            assert item.start_version == self.live
+            self.look()
 
     async def rollout_loop(self) -> None:
         while True:
             item = await self.buffer.claim()
-            await asyncio.sleep(min(self.rng.paretovariate(self.world.tail) - 1.0, 1e5))
+            await asyncio.sleep(min(self.rng.paretovariate(self.world.tail) - 1.0, MAX_GENERATION_S))
             if self.rng.random() < self.world.fail_frac:
                 if self.buffer.fail(item.group_id, RuntimeError("engine died")) == "retried":
                     self.start_version[item.group_id] = self.live
@@ -136,9 +151,8 @@ class Simulation:
         del self.start_version[group_id]
         self.fate[self.prompt_of[group_id]] += 1
 
-    async def batch_loop(self, first_step: int, queue: asyncio.Queue[tuple[int, list[Group]]]) -> None:
-        step = first_step
-        while True:
+    async def batch_loop(self, queue: asyncio.Queue[tuple[int, list[Group]]]) -> None:
+        for step in range(self.first_step, self.end_step if self.world.has_end else 10**9):
             self.taking, self.possible_since = step, None
             self.look()
             groups = await self.buffer.take(step)
@@ -150,7 +164,7 @@ class Simulation:
                 assert group.start_version == self.start_version.pop(group.group_id)
                 self.ready.remove(group.group_id)
             await queue.put((step, groups))
-            step += 1
+        await asyncio.Event().wait()
 
     def look(self) -> None:
         """Notes the first moment at which the step that waits could be taken."""
@@ -159,13 +173,12 @@ class Simulation:
         ready = sorted(self.ready, key=lambda group_id: (self.start_version[group_id], group_id))
         chosen = ready[: self.world.groups_per_step]
         behind = [version for group_id, version in self.start_version.items() if group_id not in chosen]
-        limits = {"groups_per_step": self.world.groups_per_step, "max_staleness": self.world.max_staleness}
         trains = self.live + len(self.unreleased)  # at most: each step that is not released may have made a version
         assert trains == self.taking or self.world.unchanged_frac
-        if len(chosen) == self.world.groups_per_step and is_kept(behind, trains + 1, **limits):
+        if len(chosen) == self.world.groups_per_step and is_kept(behind, trains + 1, **self.sizes):
             self.possible_since = asyncio.get_running_loop().time()
 
-    async def train_loop(self, first_step: int, queue: asyncio.Queue[tuple[int, list[Group]]]) -> None:
+    async def train_loop(self, queue: asyncio.Queue[tuple[int, list[Group]]]) -> None:
         pending: asyncio.Task[None] | None = None
         for _ in range(self.world.num_steps):
             if queue.empty() and self.rng.random() < self.world.opens_frac:
@@ -184,6 +197,8 @@ class Simulation:
                 pending = asyncio.create_task(self.sync(self.version, pending))
             elif self.live == self.version:
                 self.release(self.version)
+        if self.world.has_end:
+            await asyncio.sleep(10 * MAX_GENERATION_S)
 
     async def sync(self, version: int, before: asyncio.Task[None] | None) -> None:
         """Weights land in order, but some are overtaken by newer ones and never land themselves."""
@@ -200,74 +215,44 @@ class Simulation:
         self.unreleased = {one for one in self.unreleased if one > step}
         self.look()
 
-
-def new_buffer(world: World, step: int = 0, version: int = 0) -> RolloutBuffer:
-    return RolloutBuffer(
-        groups_per_step=world.groups_per_step,
-        max_staleness=world.max_staleness,
-        max_retries=2,
-        max_filtered_batches_per_step=1000,
-        step=step,
-        version=version,
-    )
+    def check_books(self) -> None:
+        """Every prompt came to an end or is owed, once; and nothing was generated in vain if the end was known."""
+        stats = self.buffer.stats()
+        assert [step for step, _ in self.trained] == list(range(self.first_step, self.end_step))
+        assert all(len(groups) == self.world.groups_per_step for _, groups in self.trained)
+        assert stats.discarded_tokens == 0 and stats.num_slots_used <= stats.num_slots
+        owed = Counter(entry["prompt_id"] for entry in self.buffer.state_dict(self.end_step)["prompts"])
+        assert set(owed.values()) <= {1}
+        assert all(self.fate[prompt_id] + owed[prompt_id] == 1 for prompt_id in self.fate)
+        if self.world.has_end:
+            assert stats.num_slots_used == 0
+            assert stats.finished == stats.trained == self.end_step * self.world.groups_per_step
 
 
 @settings(max_examples=250, deadline=None)
 @given(worlds)
 def test_no_group_is_too_old_none_is_discarded_and_no_take_waits_longer_than_it_must(world: World) -> None:
-    async def main() -> Simulation:
-        simulation = Simulation(world=world, buffer=new_buffer(world), rng=random.Random(world.seed))
-        await simulation.run()  # a deadlock raises, ages and waits are asserted inside
-        return simulation
-
-    simulation = run_virtual(main())
+    simulation = Simulation(world).play()
+    simulation.check_books()
     stats = simulation.buffer.stats()
-    assert [step for step, _ in simulation.trained] == list(range(world.num_steps))
-    assert all(len(groups) == world.groups_per_step for _, groups in simulation.trained)
-    assert stats.discarded_tokens == 0
-    assert stats.num_slots_used <= stats.num_slots
-    owed = {entry["prompt_id"] for entry in simulation.buffer.state_dict(world.num_steps)["prompts"]}
-    for prompt_id, num_ends in simulation.fate.items():
-        assert num_ends + (prompt_id in owed) == 1, prompt_id
+    if world.has_end:
+        assert stats.admitted == 12 * world.groups_per_step + stats.replaced, "what led nowhere was replaced, no more"
 
 
 @settings(max_examples=60, deadline=None)
 @given(worlds, st.integers(1, 11))
 def test_a_resumed_run_keeps_the_promise_and_loses_no_prompt(world: World, stop_at: int) -> None:
-    """Killed after step `stop_at`; the second life starts from the checkpoint with other timings."""
-
-    async def life(
-        buffer: RolloutBuffer, first_step: int, version: int, num_steps: int, fate: Counter[str]
-    ) -> Simulation:
-        shorter = World(**{**vars(world), "num_steps": num_steps})
-        rng = random.Random(world.seed + first_step)
-        simulation = Simulation(world=shorter, buffer=buffer, rng=rng, fate=fate, first_prompt=len(fate))
-        await simulation.run(first_step, version)
-        return simulation
-
-    first = run_virtual(life(new_buffer(world), 0, 0, stop_at, Counter()))
-    state = first.buffer.state_dict(stop_at)
-    resumed = new_buffer(world, stop_at, first.version)
-    resumed.load_state_dict(state, new_prompt)
-    second = run_virtual(life(resumed, stop_at, first.version, world.num_steps, first.fate))
-    assert second.buffer.stats().discarded_tokens == 0
-    last = stop_at + world.num_steps
-    owed = Counter(entry["prompt_id"] for entry in second.buffer.state_dict(last)["prompts"])
-    assert set(owed.values()) <= {1}
-    for prompt_id, num_ends in second.fate.items():
-        assert num_ends + owed[prompt_id] == 1, prompt_id
+    """Killed after step `stop_at`; the second life starts from the checkpoint with other timings, and maybe an end."""
+    first = Simulation(replace(world, num_steps=stop_at, has_end=False)).play()
+    second = Simulation(world, first_step=stop_at, version=first.version, fate=first.fate)
+    second.buffer.load_state_dict(first.buffer.state_dict(stop_at), prompt)
+    second.play().check_books()
 
 
 def test_synchronous_mode_trains_the_same_groups_whatever_the_timing() -> None:
     """S=0: which prompts a step trains depends on what is filtered, not on who is faster."""
-
-    def trained(seed: int) -> list[list[str]]:
-        async def main() -> Simulation:
-            world = World(3, 0, 8, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, seed)
-            simulation = Simulation(world=world, buffer=new_buffer(world), rng=random.Random(seed))
-            await simulation.run()
-            return simulation
-
-        return [[group.prompt_id for group in groups] for _, groups in run_virtual(main()).trained]
-
-    assert trained(1) == trained(2) == [[f"p{3 * step + i}" for i in range(3)] for step in range(12)]
+    for seed in (1, 2):
+        trained = Simulation(World(groups_per_step=3, max_staleness=0, seed=seed)).play().trained
+        assert [[g.prompt_id for g in gs] for _, gs in trained] == [
+            [f"p{3 * s + i}" for i in range(3)] for s in range(12)
+        ]
