@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,7 +77,7 @@ class Simulation:
     def __post_init__(self) -> None:
         world = self.world
         self.rng = random.Random(world.seed + self.first_step)
-        self.sizes = {"groups_per_step": world.groups_per_step, "max_staleness": world.max_staleness}
+        self.sizes: dict[str, Any] = {"groups_per_step": world.groups_per_step, "max_staleness": world.max_staleness}
         self.end_step = self.first_step + world.num_steps
         self.buffer = RolloutBuffer(
             **self.sizes,

@@ -26,7 +26,12 @@ def prompt(name: str) -> Prompt:
 
 
 def new_buffer(**changes: Any) -> RolloutBuffer:
-    settings = {"groups_per_step": 2, "max_staleness": 1, "max_retries": 1, "max_filtered_batches_per_step": 3}
+    settings: dict[str, Any] = {
+        "groups_per_step": 2,
+        "max_staleness": 1,
+        "max_retries": 1,
+        "max_filtered_batches_per_step": 3,
+    }
     return RolloutBuffer(**({"step": changes.get("version", 0)} | settings | changes))
 
 

@@ -43,7 +43,7 @@ async def test_a_worker_starts_with_a_tokenizer_that_brings_its_own_code_where_i
     finally:
         await wary.close()
         trusting._rewards.close = ended = AsyncMock(wraps=trusting._rewards.close)
-        trusting._worker._loop = SimpleNamespace(close=AsyncMock(side_effect=OSError("no such socket")))
+        trusting._worker.close = AsyncMock(side_effect=OSError("no such socket"))
         with pytest.raises(OSError, match="no such socket"):
             await trusting.close()
         ended.assert_awaited_once_with()

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from rollout.worker.worker import RolloutWorker
 
 
-def load(running: int = 0, waiting: int = 0, **fields: Any) -> EngineStatus:
-    return EngineStatus(running=running, waiting=waiting, **({"kv_usage_frac": None, "num_preemptions": None} | fields))
+def load(running: int = 0, waiting: int = 0, kv_frac: float | None = None) -> EngineStatus:
+    return EngineStatus(running=running, waiting=waiting, kv_usage_frac=kv_frac, num_preemptions=None)
 
 
 def limit(lowest: int, highest: int | None = None) -> dict[str, Any]:
@@ -120,7 +120,7 @@ async def test_a_wait_for_room_counts_as_time_of_the_request() -> None:
 
 @in_virtual_time
 async def test_limits_follow_loads_that_are_new_and_a_new_engine_starts_over() -> None:
-    loads = {"a": load(), "b": load(4, kv_usage_frac=0.99, num_preemptions=0), "c": None}
+    loads = {"a": load(), "b": load(4, kv_frac=0.99), "c": None}
 
     def view(num_polls: int, incarnation: int = 0) -> FleetView:
         how: dict[str, Any] = {"incarnation": incarnation, "state": "live", "num_polls": num_polls}
