@@ -26,7 +26,7 @@ from rollout.worker.worker import RolloutWorker
 from tests.fakes.chat_policy import TEMPLATE, ChatPolicy, by_turn
 from tests.fakes.chat_tokenizer import END, chat_tokenizer
 from tests.fakes.engine_client import FakeEngine
-from tests.unit.rollout.test_worker import length_score, spec
+from tests.fakes.rollout_worker import length_score, spec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
