@@ -122,7 +122,7 @@ EOF
 }
 
 if [ "$role" = head ]; then
-  address=${TANDEM_HOST:-$("$python" -c 'from weight_sync.addresses import reachable_host; print(reachable_host())')}
+  address=${TANDEM_HOST:-$("$python" -c 'from weight_sync.node import reachable_host; print(reachable_host())')}
   # What is wrong with the configuration is told now, and not when all nodes are there.
   told=$("$python" -m trainer "$@" "ray.address=$address:$port" --cfg job 2>&1 >/dev/null) || {
     printf '%s\n' "$told" >&2

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weight_sync.wire import CommitResult
+    from weight_sync.messages import CommitResult
 
 
 REPLY_GRACE_S = 5.0
@@ -58,7 +58,7 @@ def cancel_call(ref: Any) -> None:
 
 
 class EngineReplica:
-    """One engine actor as a `weight_sync.members.ReplicaHandle`."""
+    """One engine actor as a `weight_sync.control.members.ReplicaHandle`."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name

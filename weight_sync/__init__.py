@@ -22,9 +22,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weight_sync.coordinator import SyncCoordinator
+    from weight_sync.control.coordinator import SyncCoordinator
+    from weight_sync.control.epoch import SyncOptions
+    from weight_sync.control.members import PublisherHandle, ReplicaHandle
     from weight_sync.device.select import get_backend
     from weight_sync.errors import (
+        DeviceError,
         DigestMismatch,
         LeaseExpired,
         PlanMismatch,
@@ -37,21 +40,18 @@ if TYPE_CHECKING:
         VersionUnavailable,
         WeightSyncError,
     )
-    from weight_sync.layout import local_shards
-    from weight_sync.members import PublisherHandle, ReplicaHandle
-    from weight_sync.opening import SyncOptions
-    from weight_sync.publisher import WeightPublisher
-    from weight_sync.receiver import WeightReceiver
-    from weight_sync.types import SyncReport
-    from weight_sync.vllm_compat import EXTENSION, UnsupportedVllm
-    from weight_sync.vllm_replica import AsyncLLMReplica
-    from weight_sync.wire import CommitResult, reply_state
-    from weight_sync.worker_service import WorkerService
+    from weight_sync.messages import CommitResult, SyncReport, reply_state
+    from weight_sync.publish.publisher import WeightPublisher
+    from weight_sync.publish.shards import local_shards
+    from weight_sync.receive.receiver import WeightReceiver, WorkerService
+    from weight_sync.vllm.compat import EXTENSION, UnsupportedVllm
+    from weight_sync.vllm.replica import AsyncLLMReplica
 
 __all__ = [
     "EXTENSION",
     "AsyncLLMReplica",
     "CommitResult",
+    "DeviceError",
     "DigestMismatch",
     "LeaseExpired",
     "PlanMismatch",
@@ -78,22 +78,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "coordinator": ("SyncCoordinator",),
+    "control.coordinator": ("SyncCoordinator",),
+    "control.epoch": ("SyncOptions",),
+    "control.members": ("PublisherHandle", "ReplicaHandle"),
     "device.select": ("get_backend",),
     "errors": (
-        "DigestMismatch", "LeaseExpired", "PlanMismatch", "PublisherLost", "PullTimeout", "RelayStalled",
+        "DeviceError", "DigestMismatch", "LeaseExpired", "PlanMismatch", "PublisherLost", "PullTimeout", "RelayStalled",
         "ReplicaDirty", "StaleEpoch", "TransportUnusable", "VersionUnavailable", "WeightSyncError",
     ),
-    "layout": ("local_shards",),
-    "members": ("PublisherHandle", "ReplicaHandle"),
-    "opening": ("SyncOptions",),
-    "publisher": ("WeightPublisher",),
-    "receiver": ("WeightReceiver",),
-    "types": ("SyncReport",),
-    "vllm_compat": ("EXTENSION", "UnsupportedVllm"),
-    "vllm_replica": ("AsyncLLMReplica",),
-    "wire": ("CommitResult", "reply_state"),
-    "worker_service": ("WorkerService",),
+    "messages": ("CommitResult", "SyncReport", "reply_state"),
+    "publish.publisher": ("WeightPublisher",),
+    "publish.shards": ("local_shards",),
+    "receive.receiver": ("WeightReceiver", "WorkerService"),
+    "vllm.compat": ("EXTENSION", "UnsupportedVllm"),
+    "vllm.replica": ("AsyncLLMReplica",),
 }  # fmt: skip
 """Module of this package -> the public names that live there."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

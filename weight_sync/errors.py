@@ -53,3 +53,7 @@ class RelayStalled(WeightSyncError):
     def __init__(self, message: str, *, pieces_done: int = 0) -> None:
         super().__init__(message)
         self.pieces_done = pieces_done
+
+
+class DeviceError(Exception):
+    """A device is missing, misconfigured or refused a call. The message says what to do."""

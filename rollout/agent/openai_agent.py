@@ -24,7 +24,7 @@ from rollout.errors import AgentError
 from rollout.plugins import load
 from rollout.rendering import ChatTemplateRenderer, load_tokenizer
 from rollout.types import Trajectory
-from weight_sync.addresses import reachable_host
+from weight_sync.node import reachable_host
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

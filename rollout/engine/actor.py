@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.engine.vllm_config import engine_environ
 from rollout.engine.vllm_engine import VllmEngine
-from weight_sync.device.errors import DeviceError
 from weight_sync.device.select import build as backend_called
 from weight_sync.device.visibility import show_own_devices
+from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.interface import Engine, EngineSpec, EngineStatus
     from rollout.types import SamplingParams, TokenChunk
-    from weight_sync.wire import CommitResult
+    from weight_sync.messages import CommitResult
 
 PAUSE_LIMIT_S = 300.0
 """Longer than any commit, unless weight syncs have a longer deadline: one in place may pause for all of that."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rollout.types import SamplingParams, TokenChunk
-    from weight_sync.vllm_compat import InFlight
-    from weight_sync.wire import CommitResult
+    from weight_sync.messages import CommitResult
+    from weight_sync.vllm.compat import InFlight
 
 
 SleepLevel = Literal[0, 1, 2]
@@ -177,9 +177,9 @@ class Engine(ABC):
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
         """Pause, call `method` in every worker, and continue as `version` if all of them report success.
 
-        Workers reply with `weight_sync.wire.Reply` bytes. If one reports a mixture of versions, the engine stays paused
-        until a later commit works; after `EngineSpec.pause_limit_s` it is dead. A commit runs to its end even if the
-        caller is cancelled. Errors as of `call_workers`.
+        Workers reply with `weight_sync.messages.Reply` bytes. If one reports a mixture of versions, the engine stays
+        paused until a later commit works; after `EngineSpec.pause_limit_s` it is dead. A commit runs to its end even
+        if the caller is cancelled. Errors as of `call_workers`.
         """
 
     async def sleep(self) -> None:

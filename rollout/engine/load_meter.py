@@ -9,7 +9,7 @@ from rollout.engine.interface import EngineStatus, EngineTimes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from weight_sync.vllm_compat import InFlight
+    from weight_sync.vllm.compat import InFlight
 
 _KV_FIGURES = ("kv_cache_usage", "gpu_cache_usage")
 """vLLM calls its statistics unstable; a figure that is missing under all known names is unknown, not 0."""

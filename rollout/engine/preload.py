@@ -16,7 +16,7 @@ MODULES = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.executor.multiproc_executor",
     "vllm.model_executor.models.registry",
-    "weight_sync.worker_service",  # not the extension itself, whose import has an effect
+    "weight_sync.receive.receiver",  # not the extension itself, whose import has an effect
 )
 
 for name in MODULES:

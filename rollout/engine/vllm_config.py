@@ -6,7 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from weight_sync.vllm_compat import engine_lora_rank
+from weight_sync.vllm.compat import engine_lora_rank
 
 if TYPE_CHECKING:
     import numpy as np

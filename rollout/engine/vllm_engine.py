@@ -28,9 +28,9 @@ from rollout.engine.weight_commit import EngineGate
 from rollout.errors import EngineDead
 from rollout.processes import OrphanReaper
 from rollout.types import SamplingParams, TokenChunk
-from weight_sync import vllm_compat
 from weight_sync.device.environment import temporary_environment
-from weight_sync.wire import CommitResult, open_reply, reply_state
+from weight_sync.messages import CommitResult, open_reply, reply_state
+from weight_sync.vllm import compat as vllm_compat
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -110,7 +110,7 @@ class VllmEngine(Engine):
         """With LoRA: the adapter that every request names must be there before the first one."""
         if not self._spec.lora_rank:
             return
-        from weight_sync.lora import policy_adapter
+        from weight_sync.vllm.lora import policy_adapter
 
         await self._call_receivers("ws_open_adapter", _OPEN_ADAPTER_TIMEOUT_S)
         self._adapter = policy_adapter()

@@ -17,7 +17,7 @@ import psutil
 from rollout.engine.vllm_config import engine_config, known_end_tokens, stat_logger
 from rollout.processes import kill_with_parent
 from rollout.rendering import load_tokenizer
-from weight_sync import vllm_compat
+from weight_sync.vllm import compat as vllm_compat
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

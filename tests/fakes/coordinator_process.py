@@ -11,7 +11,7 @@ import msgspec
 from tests.fakes.party_process import Line, PartyProcess
 from tests.fakes.publisher_process import PublisherLine
 from tests.fakes.replica_process import ReplicaLine
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

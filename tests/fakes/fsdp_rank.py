@@ -60,8 +60,8 @@ def rank_main(rank: int, num_ranks: int, store: str, pipe: Any) -> None:
 class _Learner:
     def __init__(self, model: torch.nn.Module, rank: int) -> None:
         from weight_sync.device.cpu import CpuBackend
-        from weight_sync.layout import local_shards
-        from weight_sync.publisher import WeightPublisher
+        from weight_sync.publish.publisher import WeightPublisher
+        from weight_sync.publish.shards import local_shards
 
         self.model = model
         self.params, self.shards, self.tensors = local_shards(model, rollout_dtype="bfloat16")

@@ -9,12 +9,12 @@ import torch
 
 from tests.fakes.party_process import PartyProcess
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.layout import shard_descs
-from weight_sync.plan import build_manifest, manifest_to_bytes
-from weight_sync.publisher import WeightPublisher
-from weight_sync.recorder import record_layout
-from weight_sync.types import ParamMeta
-from weight_sync.wire import OpenPublisher, PackReport, decode, encode
+from weight_sync.messages import OpenPublisher, PackReport, decode, encode, manifest_to_bytes
+from weight_sync.plan.planner import build_manifest
+from weight_sync.plan.types import ParamMeta
+from weight_sync.publish.publisher import WeightPublisher
+from weight_sync.publish.shards import shard_descs
+from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tests.fakes import sync_world
-from weight_sync.control import LeaseGranted, ReleaseRequest
-from weight_sync.control_client import ControlClient
+from weight_sync.channel import ControlClient
 from weight_sync.device.cpu import CpuBackend
+from weight_sync.messages import LeaseGranted, ReleaseRequest
 from weight_sync.transports import base
 
 if TYPE_CHECKING:

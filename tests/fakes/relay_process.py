@@ -13,11 +13,11 @@ from tests.fakes.forks import PARTIES, forks
 from tests.fakes.protocol_traps import signal_and_see
 from weight_sync.device.select import get_backend
 from weight_sync.errors import RelayStalled
-from weight_sync.pull import shadow_plan
-from weight_sync.relay import RelayInlet, RelayOutlet, map_shadow
+from weight_sync.messages import RelayHandle, decode, encode
+from weight_sync.plan.types import Run
+from weight_sync.receive.relay import RelayInlet, RelayOutlet, map_shadow
+from weight_sync.receive.staging import shadow_plan
 from weight_sync.transports.base import Piece
-from weight_sync.types import RelayHandle, Run
-from weight_sync.wire import decode, encode
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -14,7 +14,7 @@ import torch
 from rollout.engine.weight_commit import EngineGate
 from tests.fakes.party_process import Line, PartyProcess, settle
 from tests.fakes.sync_world import LocalReplica, expected_engine, full_weights
-from weight_sync.wire import CommitResult, OpenReceiver, decode, encode
+from weight_sync.messages import CommitResult, OpenReceiver, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -19,7 +19,7 @@ from rollout.engine.load_meter import Activity
 from rollout.engine.request_state import OutputBuffer, StopStringMatcher
 from rollout.engine.weight_commit import EngineGate
 from rollout.errors import EngineDead
-from weight_sync.wire import CommitResult, Reply, encode, reply_state
+from weight_sync.messages import CommitResult, Reply, encode, reply_state
 
 if TYPE_CHECKING:
     from rollout.types import FinishReason, SamplingParams, TokenChunk

@@ -46,7 +46,7 @@ from trainer.telemetry.session import Telemetry, cut_records
 from trainer.telemetry.sinks import build_writer
 from trainer.telemetry.trace import Tracer
 from trainer.telemetry.trajectories import TrajectoryRecorder
-from weight_sync.types import SyncReport
+from weight_sync.messages import SyncReport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.layout import shard_descs
-from weight_sync.publisher import WeightPublisher
-from weight_sync.receiver import WeightReceiver
-from weight_sync.types import ParamMeta
-from weight_sync.wire import CommitResult, reply_state
-from weight_sync.worker_service import WorkerService
+from weight_sync.messages import CommitResult, reply_state
+from weight_sync.plan.types import ParamMeta
+from weight_sync.publish.publisher import WeightPublisher
+from weight_sync.publish.shards import shard_descs
+from weight_sync.receive.receiver import WeightReceiver, WorkerService
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weight_sync.types import EngineParam, Manifest, ParamMeta, RecordedCopy, ShardDesc, WorkerLayout
+from weight_sync.plan.types import EngineParam, Manifest, ParamMeta, RecordedCopy, ShardDesc, WorkerLayout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

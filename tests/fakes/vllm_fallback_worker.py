@@ -17,17 +17,17 @@ from safetensors.torch import load_file
 
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PlanMismatch, WeightSyncError
-from weight_sync.landing import Landing, Reloads, build_landing, parameter_bytes
-from weight_sync.layout import shard_descs
-from weight_sync.plan import build_manifest, verify_manifest
-from weight_sync.recorder import Recorded, record, record_layout
-from weight_sync.types import Manifest, ParamMeta
-from weight_sync.vllm_reload import layerwise_reloader
+from weight_sync.plan.planner import build_manifest, verify_manifest
+from weight_sync.plan.types import Manifest, ParamMeta
+from weight_sync.publish.shards import shard_descs
+from weight_sync.receive.recorder import Recorded, record, record_layout
+from weight_sync.receive.staging import Landing, Reloads, build_landing, parameter_bytes
+from weight_sync.vllm.reload import layerwise_reloader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from weight_sync.wire import CommitMode
+    from weight_sync.messages import CommitMode
 
 NUM_LEARNER_RANKS = 3
 QUANTISED = {"fp8": "fp8_per_channel", "packed": None}

@@ -28,15 +28,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from weight_sync.errors import PlanMismatch
-from weight_sync.layout import local_shards
-from weight_sync.plan import build_manifest, verify_manifest
-from weight_sync.recorder import record_layout
-from weight_sync.vllm_compat import keep_weights_addressable
+from weight_sync.plan.planner import build_manifest, verify_manifest
+from weight_sync.publish.shards import local_shards
+from weight_sync.receive.recorder import record_layout
+from weight_sync.vllm.compat import keep_weights_addressable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from weight_sync.types import Manifest, ParamMeta, ShardDesc, WorkerLayout
+    from weight_sync.plan.types import Manifest, ParamMeta, ShardDesc, WorkerLayout
 
 NUM_LEARNER_RANKS = (1, 2, 3)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.replica_process import Patience, ReplicaProcess
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -21,7 +21,7 @@ from tests.fakes.learner import (
     sequences,
     weights,
 )
-from weight_sync.layout import local_shards
+from weight_sync.publish.shards import local_shards
 
 if TYPE_CHECKING:
     from pathlib import Path

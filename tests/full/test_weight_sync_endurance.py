@@ -13,12 +13,12 @@ from tests.fakes.memory_process import WIRE_BYTES, MemoryProcess, plain_manifest
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.replica_process import ReplicaProcess
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from weight_sync.wire import CommitResult
+    from weight_sync.messages import CommitResult
 
 pytestmark = pytest.mark.timing
 

@@ -31,19 +31,30 @@ from tests.fakes.virtual_time import run_virtual
 from tests.fakes.weight_job import WeightJob
 from tests.golden.clocks import logged
 from tests.golden.sync_engines import PACKED, Saved
-from weight_sync import coordinator as coordinators
-from weight_sync import errors, members
-from weight_sync.arena import Arena, SlotTable
-from weight_sync.control import PollRequest, PrefetchRequest, Progress
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
-from weight_sync.device.errors import DeviceError
+from weight_sync import errors
+from weight_sync.control import coordinator as coordinators
+from weight_sync.control import members
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.select import get_backend
-from weight_sync.layout import local_shards
-from weight_sync.lora import AdapterSlot
-from weight_sync.plan import DTYPE_BYTES, build_manifest, verify_manifest
-from weight_sync.recorder import record
-from weight_sync.types import EngineParam, ParamMeta, RecordedCopy, ReplicaTimes, ShardDesc, SyncReport, WorkerLayout
-from weight_sync.wire import CommitResult, PackReport, PullReport, Reply, encode
+from weight_sync.errors import DeviceError
+from weight_sync.messages import (
+    CommitResult,
+    PackReport,
+    PollRequest,
+    PrefetchRequest,
+    Progress,
+    PullReport,
+    ReplicaTimes,
+    Reply,
+    SyncReport,
+    encode,
+)
+from weight_sync.plan.planner import DTYPE_BYTES, build_manifest, verify_manifest
+from weight_sync.plan.types import EngineParam, ParamMeta, RecordedCopy, ShardDesc, WorkerLayout
+from weight_sync.publish.shards import local_shards
+from weight_sync.publish.slots import Arena, SlotTable
+from weight_sync.receive.recorder import record
+from weight_sync.vllm.lora import AdapterSlot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

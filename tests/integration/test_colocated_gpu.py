@@ -17,8 +17,8 @@ from tests.contract.engine.suite import collect
 from tests.full.test_fallback_vllm import write_checkpoints
 from tests.integration.test_fallback_gpu import CONFIG, EXPERTS, PROMPT, Learner
 from tests.integration.test_lora_vllm import EngineHandle
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
-from weight_sync.vllm_compat import EXTENSION
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.vllm.compat import EXTENSION
 
 if TYPE_CHECKING:
     from pathlib import Path

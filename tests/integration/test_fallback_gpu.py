@@ -14,13 +14,13 @@ from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.fakes.sync_world import LocalPublisher
 from tests.full.test_fallback_vllm import write_checkpoints
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.select import get_backend
-from weight_sync.layout import shard_descs
-from weight_sync.publisher import WeightPublisher
-from weight_sync.types import ParamMeta
-from weight_sync.vllm_compat import EXTENSION
-from weight_sync.vllm_replica import AsyncLLMReplica
+from weight_sync.plan.types import ParamMeta
+from weight_sync.publish.publisher import WeightPublisher
+from weight_sync.publish.shards import shard_descs
+from weight_sync.vllm.compat import EXTENSION
+from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -26,11 +26,11 @@ from tests.fakes.learner import run_config
 from tests.fakes.learner_process import LearnerProcess
 from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
 from trainer.config.schema import LoraConfig
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PlanMismatch
-from weight_sync.lora import peft_name
-from weight_sync.vllm_compat import EXTENSION
-from weight_sync.wire import CommitResult, ReadBack, open_reply
+from weight_sync.messages import CommitResult, ReadBack, open_reply
+from weight_sync.vllm.compat import EXTENSION
+from weight_sync.vllm.lora import peft_name
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -292,7 +292,7 @@ async def first_logprobs_with_salt(rig: Rig, prompt: np.ndarray, salt: str, name
     """Token -> log-prob of the first position, by a request that bypasses our salt."""
     from vllm import SamplingParams as VllmParams
 
-    from weight_sync.lora import policy_adapter
+    from weight_sync.vllm.lora import policy_adapter
 
     sampling = VllmParams(max_tokens=1, temperature=1.0, logprobs=5, detokenize=False)
     inputs: Any = {"prompt_token_ids": prompt.tolist(), "cache_salt": salt}
@@ -303,8 +303,8 @@ async def first_logprobs_with_salt(rig: Rig, prompt: np.ndarray, salt: str, name
 
 
 async def test_an_adapter_for_a_layer_the_engine_has_not_wrapped_is_refused_before_a_byte_moves(rig: Rig) -> None:
-    from weight_sync.types import ParamMeta, WorkerLayout
-    from weight_sync.wire import BakeRequest, encode
+    from weight_sync.messages import BakeRequest, encode
+    from weight_sync.plan.types import ParamMeta, WorkerLayout
 
     module = "model.layers.0.self_attn.k_norm"
     params = tuple(ParamMeta(name=peft_name(module, is_a=a), shape=(8, 8), dtype="float32") for a in (True, False))

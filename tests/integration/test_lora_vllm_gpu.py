@@ -12,7 +12,7 @@ import torch
 
 from rollout.engine.vllm_engine import VllmEngine
 from tests.integration import test_lora_vllm as on_cpu
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

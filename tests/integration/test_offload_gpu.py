@@ -13,9 +13,9 @@ from transformers import Qwen2Config
 from tests.fakes.learner import TINY, drawn_config, pack, sequences, weights
 from trainer.learner.policy import PolicyTrainer
 from weight_sync.device.select import get_backend
-from weight_sync.layout import local_shards
-from weight_sync.pack import Packer, PackStep
-from weight_sync.pull import PIECE_BYTES
+from weight_sync.publish.packer import Packer, PackStep
+from weight_sync.publish.shards import local_shards
+from weight_sync.transports.base import PIECE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ from tests.fakes.coordinator_process import CoordinatorProcess
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.replica_process import Condition, Patience, ReplicaProcess
 from tests.fakes.weight_job import WeightJob, opened_job
-from weight_sync import coordinator, members
+from weight_sync.control import coordinator, members
 from weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:

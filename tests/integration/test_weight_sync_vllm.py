@@ -15,12 +15,11 @@ import torch
 
 from tests.fakes.fsdp_rank import TINY, RankProcess
 from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
-from weight_sync.control import PollRequest, Progress
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import VersionUnavailable, WeightSyncError
-from weight_sync.vllm_compat import EXTENSION
-from weight_sync.vllm_replica import AsyncLLMReplica
-from weight_sync.wire import ReadBack, WorkerStatus, open_reply
+from weight_sync.messages import PollRequest, Progress, ReadBack, WorkerStatus, open_reply
+from weight_sync.vllm.compat import EXTENSION
+from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -13,19 +13,27 @@ import asyncio
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from weight_sync.arena import SlotTable
-from weight_sync.control import PollRequest, PrefetchRequest, Progress
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PullTimeout, VersionUnavailable
-from weight_sync.wire import CommitResult, PackReport, PullReport, Reply, encode
+from weight_sync.messages import (
+    CommitResult,
+    PackReport,
+    PollRequest,
+    PrefetchRequest,
+    Progress,
+    PullReport,
+    Reply,
+    encode,
+)
+from weight_sync.publish.slots import SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.fakes.scripted_replica import ScriptedReplica
     from tests.simulation.fleet import Fleet
-    from weight_sync.arena import Lease
-    from weight_sync.members import Member
+    from weight_sync.control.members import Member
+    from weight_sync.publish.slots import Lease
 
 TIMEOUT_S = 100_000.0
 """Of a sync: slow ones are no failures here."""

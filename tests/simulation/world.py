@@ -34,7 +34,7 @@ from trainer.driver.evaluation import pinned_versions
 from trainer.driver.loops import TrainingRun
 from trainer.driver.state import RunState
 from trainer.driver.weight_updates import ColocatedDevices, DedicatedDevices
-from weight_sync import members
+from weight_sync.control import members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rollout.types import Group, Prompt, RolloutRequest, Trajectory
     from trainer.config.schema import RunConfig
     from trainer.telemetry.session import Telemetry
-    from weight_sync.types import SyncReport
+    from weight_sync.messages import SyncReport
 
 REQUEST_TIMEOUT_S = 5_000.0
 SLEEP_TIMEOUT_S = 20.0

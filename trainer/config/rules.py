@@ -18,7 +18,7 @@ from trainer.config.inactive import BUILTIN_TASK
 from trainer.config.own_function import is_own
 from trainer.config.schema import shown
 from trainer.errors import Problem
-from weight_sync.vllm_compat import LORA_RANKS
+from weight_sync.vllm.compat import LORA_RANKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

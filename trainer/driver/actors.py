@@ -38,9 +38,9 @@ from trainer.errors import first_cause, one_line
 from trainer.learner.actor import learner_actor
 from trainer.learner.group import LearnerGroup
 from trainer.remote import ACTOR_OUTPUT, EngineReplica, call, start_actor
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device import merge_env
-from weight_sync.vllm_compat import EXTENSION
+from weight_sync.vllm.compat import EXTENSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainer.driver.fleet import Fleet
     from trainer.driver.state import RunState
     from trainer.telemetry.session import Telemetry
-    from weight_sync.coordinator import SyncCoordinator
+    from weight_sync.control.coordinator import SyncCoordinator
 
     Answered = tuple[str, Prompt, Sequence[Trajectory]]
     """Name of the set (empty for that of `task.eval_path`), a prompt, and all responses to it in order."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from trainer.learner.group import LearnerGroup
     from trainer.learner.step_stats import StepResult
     from trainer.telemetry.session import Telemetry
-    from weight_sync.types import SyncReport
+    from weight_sync.messages import SyncReport
 
 
 log = logging.getLogger(__name__)

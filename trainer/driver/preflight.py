@@ -41,8 +41,8 @@ from trainer.driver.models import (
 from trainer.driver.placement import Placement, check_cpus, check_fits, plan_placement
 from trainer.errors import ConfigurationError, Problem
 from trainer.telemetry.console import FILE_ONLY
-from weight_sync.device.errors import DeviceError
 from weight_sync.device.select import build, get_backend
+from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -134,7 +134,7 @@ def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:
 
 def engine_package_problems() -> Iterator[Problem]:
     """Whether vLLM is installed, in a version that we know. Imports nothing heavy."""
-    from weight_sync.vllm_compat import UnsupportedVllm, check_vllm_version
+    from weight_sync.vllm.compat import UnsupportedVllm, check_vllm_version
 
     found = next((version for name in ENGINE_DISTRIBUTIONS if (version := _version_of(name))), None)
     if found is None:

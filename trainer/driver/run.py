@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from trainer.driver.weight_updates import DedicatedDevices
     from trainer.telemetry.run_dir import RunDir
     from trainer.telemetry.session import Telemetry
-    from weight_sync.coordinator import SyncCoordinator
-    from weight_sync.types import SyncReport
+    from weight_sync.control.coordinator import SyncCoordinator
+    from weight_sync.messages import SyncReport
 
 
 log = logging.getLogger(__name__)

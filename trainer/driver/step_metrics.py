@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollout.types import Group, Trajectory
     from trainer.data.batch import TrainBatch
     from trainer.learner.step_stats import StepResult
-    from weight_sync.types import SyncReport
+    from weight_sync.messages import SyncReport
 
 
 COHORT_WINDOW = 16

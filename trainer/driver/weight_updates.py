@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from trainer.learner.group import LearnerGroup
     from trainer.telemetry.trace import Tracer
-    from weight_sync.coordinator import SyncCoordinator
-    from weight_sync.types import SyncReport
+    from weight_sync.control.coordinator import SyncCoordinator
+    from weight_sync.messages import SyncReport
 
 
 log = logging.getLogger(__name__)

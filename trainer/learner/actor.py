@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from trainer.errors import LearnerError
-from weight_sync.device.errors import DeviceError
+from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainer.learner.policy import PolicyTrainer
     from trainer.learner.step_stats import StepResult
     from weight_sync.device.base import Backend
-    from weight_sync.publisher import WeightPublisher
+    from weight_sync.publish.publisher import WeightPublisher
 
 
 Address = tuple[str, int]
@@ -134,7 +134,7 @@ class LearnerActor:
 
         from trainer.learner.lora import PublishedShards
         from trainer.learner.policy import PolicyTrainer, largest_micro_batch
-        from weight_sync.publisher import WeightPublisher
+        from weight_sync.publish.publisher import WeightPublisher
 
         end_stage("imports")
         self._check_device()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trainer.errors import LearnerError, ModelError
-from weight_sync.layout import chunk_rows
+from weight_sync.publish.shards import chunk_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

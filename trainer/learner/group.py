@@ -19,7 +19,7 @@ from trainer.errors import (
     tells_its_cause,
 )
 from trainer.remote import ACTOR_OUTPUT, RemoteTimeout, call
-from weight_sync.device.errors import DeviceError
+from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

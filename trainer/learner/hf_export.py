@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.rendering import load_tokenizer
 from trainer.files import replace_directory
 from trainer.learner.lora import ADAPTER_DIR, gather_adapters, merged_parameters, write_adapter
-from weight_sync.checkpoint_names import persistent_buffers
+from weight_sync.publish.shards import persistent_buffers
 
 if TYPE_CHECKING:
     from trainer.config.schema import ModelConfig

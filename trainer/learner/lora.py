@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.errors import ModelError
 from trainer.learner.fsdp import local_rows, local_tensor
-from weight_sync.layout import local_shards
-from weight_sync.lora import TensorTree, peft_name
+from weight_sync.publish.shards import local_shards
+from weight_sync.vllm.lora import TensorTree, peft_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ from torch import nn
 from trainer.errors import ModelError
 from trainer.learner.fsdp import local_rows, local_tensor
 from trainer.learner.lora import checkpoint_name, is_adapter
-from weight_sync.checkpoint_names import checkpoint_views, persistent_buffers
 from weight_sync.errors import PlanMismatch
+from weight_sync.publish.shards import checkpoint_views, persistent_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainer.config.schema import ModelConfig
-    from weight_sync.checkpoint_names import SavedTensor
+    from weight_sync.publish.shards import SavedTensor
 
 
 SAFETENSORS = "*.safetensors"

@@ -35,7 +35,7 @@ from trainer.learner.lora import add_adapters
 from trainer.learner.model import allocate, fill_weights, meta_model, torch_dtype
 from trainer.learner.weights import has_weights
 from trainer.tools.run_records import InvalidRunDir, read_config_file
-from weight_sync.checkpoint_names import persistent_buffers
+from weight_sync.publish.shards import persistent_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,8 +12,8 @@ from trainer.learner.flops import visited_params
 from trainer.learner.fsdp import UNSHARDED_SHARE
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import check_architecture, torch_dtype
-from weight_sync.landing import SHADOW_HEADROOM
-from weight_sync.pull import PIECE_BYTES
+from weight_sync.receive.staging import SHADOW_HEADROOM
+from weight_sync.transports.base import PIECE_BYTES
 
 if TYPE_CHECKING:
     from torch import nn

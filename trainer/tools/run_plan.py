@@ -26,7 +26,7 @@ from trainer.tools.memory_plan import (
     min_bytes,
     total,
 )
-from weight_sync.routes import Party, plan_routes
+from weight_sync.plan.routes import Party, plan_routes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from weight_sync.device.base import Backend
-    from weight_sync.types import ParamMeta
+    from weight_sync.plan.types import ParamMeta
 
 BASELINES = ("rank0_broadcast", "param_broadcast")
 

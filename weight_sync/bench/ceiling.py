@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from weight_sync.pull import staggered
+from weight_sync.receive.staging import staggered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from weight_sync.device.base import Backend, IpcHandle, PersistentBlock
-    from weight_sync.types import Manifest
+    from weight_sync.plan.types import Manifest
 
 PIECE_BYTES = 64 << 20
 HEAD_START_S = 0.02

@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from weight_sync.errors import WeightSyncError
-from weight_sync.wire import make_error
+from weight_sync.messages import make_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable

@@ -23,9 +23,9 @@ from weight_sync.bench.children import Child
 from weight_sync.bench.traffic import Traffic, Window, Windows, merged
 from weight_sync.device.select import get_backend
 from weight_sync.device.visibility import shown
-from weight_sync.vllm_compat import EXTENSION, check_vllm_version
-from weight_sync.vllm_replica import AsyncLLMReplica
-from weight_sync.wire import CommitResult, reply_state
+from weight_sync.messages import CommitResult, reply_state
+from weight_sync.vllm.compat import EXTENSION, check_vllm_version
+from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence

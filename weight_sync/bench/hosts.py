@@ -13,11 +13,10 @@ from weight_sync.bench import baselines
 from weight_sync.bench.ceiling import CeilingSink, CeilingSource
 from weight_sync.bench.model import EngineModel
 from weight_sync.device.select import get_backend
-from weight_sync.layout import chunk_rows
-from weight_sync.publisher import WeightPublisher
-from weight_sync.receiver import WeightReceiver
-from weight_sync.types import ShardDesc
-from weight_sync.worker_service import WorkerService
+from weight_sync.plan.types import ShardDesc
+from weight_sync.publish.publisher import WeightPublisher
+from weight_sync.publish.shards import chunk_rows
+from weight_sync.receive.receiver import WeightReceiver, WorkerService
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

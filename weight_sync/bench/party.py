@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from weight_sync.types import ParamMeta
+    from weight_sync.plan.types import ParamMeta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weight_sync.bench.children import Answer, Child, all_of
 from weight_sync.bench.hosts import LearnerHost, WorkerHost
 from weight_sync.errors import WeightSyncError
-from weight_sync.wire import CommitResult, PullReport, ReceiverInfo, open_reply, reply_state
+from weight_sync.messages import CommitResult, PullReport, ReceiverInfo, open_reply, reply_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from weight_sync.bench.party import Party
-    from weight_sync.types import ParamMeta
+    from weight_sync.plan.types import ParamMeta
 
 ALIGN_BYTES = 16
 

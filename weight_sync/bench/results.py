@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from weight_sync.bench.case import Case
     from weight_sync.bench.processes import Span
-    from weight_sync.types import SyncReport
-    from weight_sync.wire import PullReport
+    from weight_sync.messages import PullReport, SyncReport
 
 RESOURCES = ("allocations", "registrations", "communicators", "sockets", "control_sessions")
 """Counters of things made; they must stand still after the first sync."""

@@ -15,15 +15,14 @@ from weight_sync.bench.children import all_of
 from weight_sync.bench.engines import BETWEEN_SYNCS_S, Generation, vllm_replicas
 from weight_sync.bench.processes import Fleet, synthetic_replica
 from weight_sync.bench.results import BaselineResult, Results, SyncSample
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
-from weight_sync.device.errors import DeviceError
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.select import get_backend
-from weight_sync.errors import DigestMismatch, WeightSyncError
-from weight_sync.vllm_compat import UnsupportedVllm
+from weight_sync.errors import DeviceError, DigestMismatch, WeightSyncError
+from weight_sync.vllm.compat import UnsupportedVllm
 
 if TYPE_CHECKING:
     from weight_sync.bench.children import Child
-    from weight_sync.types import Manifest
+    from weight_sync.plan.types import Manifest
 
 BASELINE_ROUNDS = 3
 CEILING_ROUNDS = 10

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from weight_sync.types import ParamMeta
+from weight_sync.plan.types import ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

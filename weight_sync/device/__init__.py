@@ -2,8 +2,8 @@
 
 from weight_sync.device.base import Backend, Capabilities, Digester, IpcHandle, Mover, PersistentBlock, Role
 from weight_sync.device.environment import EnvVar, merge_env
-from weight_sync.device.errors import DeviceError
 from weight_sync.device.select import get_backend
+from weight_sync.errors import DeviceError
 
 __all__ = [
     "Backend",

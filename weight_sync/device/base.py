@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from weight_sync.device.errors import DeviceError
+from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
+    from weight_sync.device.collectives import PairGroup
     from weight_sync.device.environment import EnvVar
-    from weight_sync.device.process_groups import PairGroup
 
 Role = Literal["driver", "learner", "engine"]
 """Which kind of process an environment is meant for."""

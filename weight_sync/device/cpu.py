@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weight_sync.device.base import Backend, Capabilities, IpcHandle, PersistentBlock, Role
-from weight_sync.device.copying import as_bytes, bytes_to_copy, require_size
+from weight_sync.device.collectives import GlooGroup, PairGroup
 from weight_sync.device.digest import digest_bytes
 from weight_sync.device.environment import EnvVar, missing_variables
-from weight_sync.device.errors import DeviceError
-from weight_sync.device.exporter import describe_self, require_alive
 from weight_sync.device.host_memory import host_memory
-from weight_sync.device.process_groups import GlooGroup, PairGroup
+from weight_sync.device.plain import as_bytes, bytes_to_copy, require_size
+from weight_sync.device.process import describe_self, require_alive
+from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env, cuda_like_identity
-from weight_sync.device.binding import CudaBinding, TorchBinding
+from weight_sync.device.collectives import PairGroup, nccl_group
 from weight_sync.device.driver import CudaLikeDriver
 from weight_sync.device.environment import EnvVar, is_true
-from weight_sync.device.library import load_library
-from weight_sync.device.process_groups import PairGroup, nccl_group
+from weight_sync.device.process import load_library
+from weight_sync.device.torch_binding import CudaBinding, TorchBinding
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from weight_sync.device.errors import DeviceError
+from weight_sync.errors import DeviceError
 
 BLOCK_WORDS = 8192
 BLOCK_BYTES = BLOCK_WORDS * 8

@@ -6,7 +6,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from enum import IntEnum
 
-from weight_sync.device.errors import DeviceError
+from weight_sync.errors import DeviceError
 
 _IPC_HANDLE_BYTES = 64
 _ACL_KEY_BYTES = 65

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env
 from weight_sync.device.base import Capabilities, Role
-from weight_sync.device.binding import NpuBinding, TorchBinding
+from weight_sync.device.collectives import PairGroup, hccl_group
 from weight_sync.device.driver import AclDriver
 from weight_sync.device.environment import EnvVar, is_true
-from weight_sync.device.library import load_library
-from weight_sync.device.process_groups import PairGroup, hccl_group
+from weight_sync.device.process import load_library
+from weight_sync.device.torch_binding import NpuBinding, TorchBinding
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weight_sync.device.errors import DeviceError
+from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     from weight_sync.device.base import Backend

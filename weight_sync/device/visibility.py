@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weight_sync.device.errors import DeviceError
 from weight_sync.device.select import build
+from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

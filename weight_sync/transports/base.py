@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from weight_sync.control import Request
-    from weight_sync.wire import ArenaHandle
+    from weight_sync.messages import ArenaHandle, Request
 
 PROBE_BYTES = 1 << 20
 SLOT_ALIGN_BYTES = 4096
@@ -128,3 +127,13 @@ class ReceiverEnd(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of every publisher. Idempotent."""
+
+
+PIECE_BYTES = 64 << 20
+"""Largest single copy: 64 MiB reaches the full link speed; 4 MiB reaches three quarters of it."""
+
+
+def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+    """(offset, size) of the copies that `nbytes` contiguous bytes are moved in."""
+    for start in range(0, nbytes, PIECE_BYTES):
+        yield start, min(PIECE_BYTES, nbytes - start)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from weight_sync.device.base import Backend, PersistentBlock
+    from weight_sync.messages import ArenaHandle
     from weight_sync.transports.base import Check, OnArrived, Piece
-    from weight_sync.wire import ArenaHandle
 
 DEVICE = "ipc"
 HOST = "shm"

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.device.cpu import CpuBackend
+from weight_sync.messages import ArenaHandle
 from weight_sync.transports.base import PROBE_BYTES, arena_bytes, slot_stride
-from weight_sync.wire import ArenaHandle
 
 if TYPE_CHECKING:
     import torch

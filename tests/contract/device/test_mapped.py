@@ -10,11 +10,11 @@ import torch
 
 from weight_sync.device import DeviceError
 from weight_sync.errors import TransportUnusable
+from weight_sync.messages import ArenaHandle
 from weight_sync.transports.base import Piece
-from weight_sync.transports.inbound import Landing, Message
 from weight_sync.transports.mapped import MappedReceiverEnd
-from weight_sync.transports.reach import Reach
-from weight_sync.wire import ArenaHandle
+from weight_sync.transports.pair import Landing, Message
+from weight_sync.transports.select import Reach
 
 if TYPE_CHECKING:
     from tests.contract.device.conftest import Harness

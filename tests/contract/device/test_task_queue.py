@@ -12,7 +12,7 @@ import torch
 from tests.fakes.drivers.host_npu import HostNpuBinding
 from weight_sync.device import DeviceError, plain
 from weight_sync.device.npu import NpuBackend
-from weight_sync.pack import Packer, PackStep
+from weight_sync.publish.packer import Packer, PackStep
 
 if TYPE_CHECKING:
     from weight_sync.device.base import Backend

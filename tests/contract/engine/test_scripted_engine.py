@@ -9,7 +9,7 @@ from rollout.engine.interface import Engine, EngineSpec
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import EngineContract, collect
 from tests.fakes.scripted_engine import ScriptedEngine
-from weight_sync.wire import Reply, encode
+from weight_sync.messages import Reply, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Container, Sequence

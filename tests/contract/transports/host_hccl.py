@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tests.contract.transports.world import HostWork, Kind
-from weight_sync.device.process_groups import GlooGroup
+from weight_sync.device.collectives import GlooGroup
 
 if TYPE_CHECKING:
     import torch

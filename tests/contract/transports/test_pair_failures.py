@@ -28,10 +28,9 @@ from tests.contract.transports.world import (
     slow_pieces,
 )
 from weight_sync.errors import PublisherLost, PullTimeout, TransportUnusable, WeightSyncError
+from weight_sync.messages import encode
 from weight_sync.transports.base import Piece
-from weight_sync.transports.pair import PairReceiverEnd
-from weight_sync.transports.rendezvous import own_address
-from weight_sync.wire import encode
+from weight_sync.transports.pair import PairReceiverEnd, own_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,11 +14,11 @@ import torch
 from tests.contract.transports.world import SLOT_BYTES, Kind, Local, Remote, pattern
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import TransportUnusable
+from weight_sync.messages import ArenaHandle
 from weight_sync.transports.base import Piece
-from weight_sync.transports.offer import TRANSPORTS, Offer, offered
+from weight_sync.transports.exporter import TRANSPORTS, Offer, offered
 from weight_sync.transports.pair import PairReceiverEnd
-from weight_sync.transports.reach import ways
-from weight_sync.wire import ArenaHandle
+from weight_sync.transports.select import ways
 
 if TYPE_CHECKING:
     from collections.abc import Callable

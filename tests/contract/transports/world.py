@@ -16,14 +16,14 @@ import zmq
 
 from tests.fakes.drivers.build import make_backend
 from tests.fakes.forks import forks
-from weight_sync.control import ControlServer, Membership
-from weight_sync.control_client import ControlClient
-from weight_sync.device import process_groups
-from weight_sync.transports import mapped, outbound, pair
+from weight_sync.channel import ControlClient, ControlServer, Membership
+from weight_sync.device import collectives as process_groups
+from weight_sync.messages import ArenaHandle, decode, encode
+from weight_sync.transports import mapped, pair
+from weight_sync.transports import pair_sender as outbound
 from weight_sync.transports.base import Piece
-from weight_sync.transports.messages import Timing
-from weight_sync.transports.offer import Offer
-from weight_sync.wire import ArenaHandle, decode, encode
+from weight_sync.transports.exporter import Offer
+from weight_sync.transports.pair import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weight_sync.device.binding import NpuBinding
+from weight_sync.device.torch_binding import NpuBinding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

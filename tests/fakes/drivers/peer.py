@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from weight_sync.device.base import Backend, IpcHandle, PersistentBlock
-from weight_sync.device.errors import DeviceError
+from weight_sync.errors import DeviceError
 
 ROOT = Path(__file__).parents[3]
 

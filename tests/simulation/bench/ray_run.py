@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainer.config.schema import RunConfig
-    from weight_sync.types import SyncReport
+    from weight_sync.messages import SyncReport
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CALL_TIMEOUT_S = 120.0

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import zmq
 
-from weight_sync import addresses
-from weight_sync.addresses import HOST_VARIABLE, NODE_VARIABLE, endpoint, node_id, reachable_host
+from weight_sync import node as addresses
+from weight_sync.node import HOST_VARIABLE, NODE_VARIABLE, endpoint, node_id, reachable_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -149,7 +149,7 @@ def test_endpoints_of_ipv6_have_brackets() -> None:
 
 
 def node_id_elsewhere(**env: str) -> str:
-    code = "from weight_sync.addresses import node_id; print(node_id())"
+    code = "from weight_sync.node import node_id; print(node_id())"
     return subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=30, check=True
     ).stdout.strip()

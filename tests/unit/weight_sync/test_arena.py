@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync import arena as arena_module
-from weight_sync.arena import Arena, SlotState, SlotTable
 from weight_sync.errors import LeaseExpired, PullTimeout, VersionUnavailable
+from weight_sync.publish import slots as arena_module
+from weight_sync.publish.slots import Arena, SlotState, SlotTable
 
 
 def published(table: SlotTable, version: int, now: float = 0.0) -> int:

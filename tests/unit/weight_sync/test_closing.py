@@ -16,10 +16,9 @@ import pytest
 
 from tests.fakes.sync_world import LocalReplica
 from tests.unit.weight_sync.test_coordinator import World, opened
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.cpu import CpuBackend, SharedBlock
-from weight_sync.device.errors import DeviceError
-from weight_sync.errors import WeightSyncError
+from weight_sync.errors import DeviceError, WeightSyncError
 
 if TYPE_CHECKING:
     from weight_sync.device.base import IpcHandle

@@ -12,23 +12,27 @@ import psutil
 import pytest
 import zmq
 
-from weight_sync import control
-from weight_sync.control import (
+from weight_sync import channel as control
+from weight_sync.channel import (
     MAX_REQUEST_BYTES,
     QUESTION,
+    AsyncControlClient,
+    ControlClient,
     ControlServer,
+    Membership,
+    connected,
+)
+from weight_sync.errors import PublisherLost, StaleEpoch, VersionUnavailable
+from weight_sync.messages import (
     Envelope,
     Hello,
     LeaseGranted,
     LeaseRequest,
-    Membership,
     Released,
     ReleaseRequest,
     Request,
     Response,
 )
-from weight_sync.control_client import AsyncControlClient, ControlClient, connected
-from weight_sync.errors import PublisherLost, StaleEpoch, VersionUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -249,7 +253,7 @@ class Recorder:
 def test_retried_request_is_executed_once(
     context: zmq.Context, server: ControlServer, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_sync.control_client.RETRY_S", 0.05)
+    monkeypatch.setattr("weight_sync.channel.RETRY_S", 0.05)
     client = client_of(context, server)
     client.hello(deadline_s=5.0)
     desk.block_first.clear()
@@ -304,7 +308,7 @@ def test_ipv6_endpoint_works(context: zmq.Context, desk: Desk) -> None:
 
 
 def test_hello_flood_is_bounded(context: zmq.Context, server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.control.MAX_SESSIONS", 2)
+    monkeypatch.setattr("weight_sync.channel.MAX_SESSIONS", 2)
     socket = raw_socket(context, server)
     for i in range(5):
         hello = Envelope(run_id="run", epoch=3, sender="x", session=b"", seq=1, request_id=1,

@@ -11,23 +11,23 @@ import pytest
 import zmq
 
 from tests.fakes.sync_world import PARAMS, FusedModel, LocalPublisher, full_weights
-from weight_sync import control
-from weight_sync.control import (
-    MAC_BYTES,
-    MAX_REQUEST_BYTES,
-    QUESTION,
+from weight_sync import channel as control
+from weight_sync.channel import MAC_BYTES, MAX_REQUEST_BYTES, QUESTION, ControlClient, Membership, connected
+from weight_sync.errors import PlanMismatch
+from weight_sync.messages import (
     LeaseGranted,
     LeaseRequest,
-    Membership,
+    OpenPublisher,
+    PublisherInfo,
     Renewed,
     RenewRequest,
+    decode,
+    encode,
+    manifest_to_bytes,
 )
-from weight_sync.control_client import ControlClient, connected
-from weight_sync.errors import PlanMismatch
-from weight_sync.layout import shard_descs
-from weight_sync.plan import build_manifest, manifest_to_bytes
-from weight_sync.recorder import record_layout
-from weight_sync.wire import OpenPublisher, PublisherInfo, decode, encode
+from weight_sync.plan.planner import build_manifest
+from weight_sync.publish.shards import shard_descs
+from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

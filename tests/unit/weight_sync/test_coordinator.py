@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.epoch import _memory_lines, _size
 from weight_sync.errors import (
     DigestMismatch,
     PlanMismatch,
@@ -20,9 +21,8 @@ from weight_sync.errors import (
     VersionUnavailable,
     WeightSyncError,
 )
-from weight_sync.opening import _memory_lines, _size
+from weight_sync.plan.types import Manifest, PackPlan, PullPlan, Run
 from weight_sync.transports import mapped
-from weight_sync.types import Manifest, PackPlan, PullPlan, Run
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

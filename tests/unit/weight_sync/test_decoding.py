@@ -8,12 +8,12 @@ import sys
 import msgspec
 import pytest
 
-from weight_sync.decoding import decode_typed
+from weight_sync.messages import decode_typed
 
 MANY_FIRST_TIMES = """
 import sys, threading
 import msgspec
-from weight_sync.decoding import decode_typed
+from weight_sync.messages import decode_typed
 
 sys.setswitchinterval(1e-6)
 for _ in range(200):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from weight_sync.device import binding
-from weight_sync.device.binding import CudaBinding
+from weight_sync.device import torch_binding as binding
+from weight_sync.device.torch_binding import CudaBinding
 
 POINTER = 0x7F00
 NBYTES = 16 << 30

@@ -12,32 +12,31 @@ from hypothesis import strategies as st
 
 from tests.fakes.derived_engine import DerivedEngine, Layer, ToyReloader, checkpoint_params
 from tests.fakes.sync_world import LocalPublisher, LocalReplica
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
-from weight_sync.derived import derived_modules
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import DigestMismatch, PlanMismatch, WeightSyncError
-from weight_sync.fallback import (
+from weight_sync.plan.planner import build_manifest, verify_manifest
+from weight_sync.plan.types import Manifest, ParamMeta
+from weight_sync.publish.shards import shard_descs
+from weight_sync.receive.quantized import (
     Fallback,
     ReloadedModule,
     ReloadGroup,
     Tensors,
     bucketed,
     decision_lines,
+    derived_modules,
     grouped,
     plan_buckets,
 )
-from weight_sync.landing import Landing, Reloads, build_landing, parameter_bytes
-from weight_sync.layout import shard_descs
-from weight_sync.plan import build_manifest, verify_manifest
-from weight_sync.receiver import WeightReceiver
-from weight_sync.recorder import record
-from weight_sync.types import Manifest, ParamMeta
-from weight_sync.worker_service import WorkerService
+from weight_sync.receive.receiver import WeightReceiver, WorkerService
+from weight_sync.receive.recorder import record
+from weight_sync.receive.staging import Landing, Reloads, build_landing, parameter_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from weight_sync.wire import CommitMode
+    from weight_sync.messages import CommitMode
 
 PARAMS = checkpoint_params()
 RANKS = 3
@@ -256,7 +255,7 @@ def test_buffer_that_is_reused_before_a_module_is_complete_corrupts_and_verify_s
 
 
 def test_one_staged_bucket_serves_all_groups_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.landing.BUCKET_BYTES", 1)
+    monkeypatch.setattr("weight_sync.receive.staging.BUCKET_BYTES", 1)
     staged, inplace = _World(1, "staged"), _World(1, "inplace")
     assert inplace.fallback().nbytes == staged.fallback().nbytes * len(DERIVED)
     for world in (staged, inplace):

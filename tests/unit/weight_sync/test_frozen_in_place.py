@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import VersionUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from weight_sync.types import SyncReport
+    from weight_sync.messages import SyncReport
 
 TIMEOUT_S = 1.0
 

@@ -31,13 +31,13 @@ from transformers import (
 from transformers.core_model_loading import Chunk, Concatenate, Interleave, Transpose, WeightConverter
 
 from weight_sync.errors import PlanMismatch
-from weight_sync.layout import chunk_rows, local_shards, shard_descs
+from weight_sync.publish.shards import chunk_rows, local_shards, shard_descs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from weight_sync.types import ParamMeta, ShardDesc
+    from weight_sync.plan.types import ParamMeta, ShardDesc
 
 _TINY: dict[str, Any] = {
     "hidden_size": 24,

@@ -12,11 +12,11 @@ import torch
 from tests.fakes.sync_world import LocalPublisher, LocalReplica
 from tests.unit.weight_sync.test_coordinator import opened
 from tests.unit.weight_sync.test_receiver import NEW, OLD, Pair, ask_local, closing, local, open_pair
-from weight_sync.control import Renewed, RenewRequest
 from weight_sync.errors import LeaseExpired, PlanMismatch, PullTimeout, VersionUnavailable
+from weight_sync.messages import Renewed, RenewRequest
 
 if TYPE_CHECKING:
-    from weight_sync.arena import Lease
+    from weight_sync.publish.slots import Lease
 
 __all__ = ["closing", "local"]
 

@@ -15,7 +15,7 @@ from weight_sync.errors import VersionUnavailable
 
 if TYPE_CHECKING:
     from tests.unit.weight_sync.test_coordinator import World
-    from weight_sync.relay_ends import RelayEnds
+    from weight_sync.receive.relay import RelayEnds
 
 
 def replicas_called(number: int) -> list[LocalReplica]:

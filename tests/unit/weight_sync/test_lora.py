@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from weight_sync.errors import PlanMismatch
-from weight_sync.layout import local_shards, shard_descs
-from weight_sync.lora import ADAPTER_ID, AdapterSlot, TensorTree, peft_name, synced_model
-from weight_sync.plan import build_manifest
-from weight_sync.recorder import record_layout
-from weight_sync.types import Manifest, ParamMeta
-from weight_sync.vllm_compat import engine_lora_rank
+from weight_sync.plan.planner import build_manifest
+from weight_sync.plan.types import Manifest, ParamMeta
+from weight_sync.publish.shards import local_shards, shard_descs
+from weight_sync.receive.recorder import record_layout
+from weight_sync.vllm.compat import engine_lora_rank
+from weight_sync.vllm.lora import ADAPTER_ID, AdapterSlot, TensorTree, peft_name, synced_model
 
 SLOTS, IN = 2, 6
 TARGETS = ("q_proj", "v_proj", "o_proj")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PublisherLost, ReplicaDirty, TransportUnusable, WeightSyncError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def second_learner_refuses(world: World, patch: pytest.MonkeyPatch) -> None:
 
 def probe_fails_at_the_second_learner(world: World, patch: pytest.MonkeyPatch) -> None:
     """The worker has mapped one learner by then, and holds a line to each."""
-    from weight_sync.receiver_epoch import ReceiverEpoch
+    from weight_sync.receive.sources import ReceiverEpoch
 
     probe = ReceiverEpoch._probe
 
@@ -115,7 +115,7 @@ def probe_fails_at_the_second_learner(world: World, patch: pytest.MonkeyPatch) -
 
 def control_thread_cannot_listen(world: World, patch: pytest.MonkeyPatch) -> None:
     """The last thing that opening does: everything else is there by then."""
-    from weight_sync import receiver
+    from weight_sync.receive import receiver
 
     patch.setattr(receiver, "ControlServer", lose)
 

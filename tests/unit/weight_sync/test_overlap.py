@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.cpu import CpuBackend
 
 ROOT = Path(__file__).parents[3]
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 FORGOTTEN = """
 import asyncio, gc
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 
 async def main():
     parties = [LocalPublisher(0, 1, full_weights(1))], [LocalReplica("r0")]

@@ -11,11 +11,10 @@ import pytest
 
 from tests.fakes.sync_world import LocalReplica
 from tests.unit.weight_sync.test_coordinator import World, opened
-from weight_sync.device.errors import DeviceError
-from weight_sync.errors import PullTimeout, VersionUnavailable, WeightSyncError
+from weight_sync.errors import DeviceError, PullTimeout, VersionUnavailable, WeightSyncError
 
 if TYPE_CHECKING:
-    from weight_sync.publisher import Epoch
+    from weight_sync.publish.publisher import Epoch
 
 
 def epoch_of(world: World) -> Epoch:

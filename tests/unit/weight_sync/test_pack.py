@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weight_sync import pack
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.pack import Packer, PackStep, in_parts
+from weight_sync.publish import packer as pack
+from weight_sync.publish.packer import Packer, PackStep, in_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,17 +17,16 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.control import MAX_REQUEST_BYTES, Envelope, PairDrop, PairMeet, PairSend, PairWatch
-from weight_sync.device import process_groups
+from weight_sync.channel import MAX_REQUEST_BYTES
+from weight_sync.device import collectives as process_groups
+from weight_sync.device.collectives import GlooGroup, LinkBroken, hccl_group, nccl_group
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.device.process_groups import GlooGroup, LinkBroken, hccl_group, nccl_group
 from weight_sync.errors import TransportUnusable, VersionUnavailable
-from weight_sync.transports import messages, outbound
-from weight_sync.transports.messages import Timing, batches, cut, orders
-from weight_sync.transports.offer import Offer
-from weight_sync.transports.pair import PairReceiverEnd
-from weight_sync.transports.rendezvous import StoreMirror, own_address
-from weight_sync.wire import ArenaHandle
+from weight_sync.messages import ArenaHandle, Envelope, PairDrop, PairMeet, PairSend, PairWatch
+from weight_sync.transports import pair as messages
+from weight_sync.transports import pair_sender as outbound
+from weight_sync.transports.exporter import Offer
+from weight_sync.transports.pair import PairReceiverEnd, StoreMirror, Timing, batches, cut, orders, own_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -15,19 +15,15 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from weight_sync.control import ControlServer, Membership, PairMeet, PairMet, PairSend, PairState
-from weight_sync.control_client import ControlClient
+from weight_sync.channel import ControlClient, ControlServer, Membership
+from weight_sync.device.collectives import CollectiveGroup, GlooGroup, LinkBroken, hccl_group
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.device.process_groups import CollectiveGroup, GlooGroup, LinkBroken, hccl_group
 from weight_sync.errors import PublisherLost, WeightSyncError
-from weight_sync.transports import inbound
+from weight_sync.messages import ArenaHandle, PairMeet, PairMet, PairSend, PairState
+from weight_sync.transports import pair as inbound
 from weight_sync.transports.base import Piece
-from weight_sync.transports.inbound import Inbound, Landing
-from weight_sync.transports.messages import Timing
-from weight_sync.transports.offer import Offer
-from weight_sync.transports.pair import PairReceiverEnd
-from weight_sync.transports.rendezvous import StoreMirror
-from weight_sync.wire import ArenaHandle
+from weight_sync.transports.exporter import Offer
+from weight_sync.transports.pair import Inbound, Landing, PairReceiverEnd, StoreMirror, Timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

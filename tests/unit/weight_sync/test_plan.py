@@ -19,17 +19,10 @@ from tests.fakes.toy_transformer import (
     worker_layouts,
 )
 from weight_sync.errors import PlanMismatch
-from weight_sync.geometry import num_uncovered
-from weight_sync.plan import (
-    ALIGN_BYTES,
-    DTYPE_BYTES,
-    build_manifest,
-    manifest_digest,
-    manifest_from_bytes,
-    manifest_to_bytes,
-    verify_manifest,
-)
-from weight_sync.types import EngineParam, Manifest, ParamMeta, RecordedCopy, Run, ShardDesc, WorkerLayout
+from weight_sync.messages import manifest_from_bytes, manifest_to_bytes
+from weight_sync.plan.geometry import num_uncovered
+from weight_sync.plan.planner import ALIGN_BYTES, DTYPE_BYTES, build_manifest, manifest_digest, verify_manifest
+from weight_sync.plan.types import EngineParam, Manifest, ParamMeta, RecordedCopy, Run, ShardDesc, WorkerLayout
 
 
 def _chunked(params: tuple[ParamMeta, ...], num_ranks: int) -> tuple[ShardDesc, ...]:
@@ -455,5 +448,5 @@ def test_plan_imports_without_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, weight_sync.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, weight_sync.plan.planner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -11,10 +11,10 @@ import pytest
 from tests.fakes.sync_world import LocalPublisher
 from tests.unit.weight_sync.test_receiver import OLD, Pair, ask_local, closing
 from weight_sync.errors import PullTimeout
-from weight_sync.receiver_epoch import ReceiverEpoch
+from weight_sync.receive.sources import ReceiverEpoch
 
 if TYPE_CHECKING:
-    from weight_sync.sources import Source
+    from weight_sync.receive.sources import Source
 
 __all__ = ["closing"]
 

@@ -8,12 +8,20 @@ import torch
 from tests.fakes.sync_world import DTYPE, PARAMS, FusedModel, LocalPublisher, full_weights, local_tensors
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PlanMismatch, PullTimeout, WeightSyncError
-from weight_sync.layout import shard_descs
-from weight_sync.plan import build_manifest, manifest_to_bytes
-from weight_sync.publisher import WeightPublisher, probe_pattern, segments_of
-from weight_sync.recorder import record_layout
-from weight_sync.types import Manifest
-from weight_sync.wire import OpenPublisher, PackReport, PublishedDigests, PublisherInfo, decode, encode
+from weight_sync.messages import (
+    OpenPublisher,
+    PackReport,
+    PublishedDigests,
+    PublisherInfo,
+    decode,
+    encode,
+    manifest_to_bytes,
+)
+from weight_sync.plan.planner import build_manifest
+from weight_sync.plan.types import Manifest
+from weight_sync.publish.publisher import WeightPublisher, probe_pattern, segments_of
+from weight_sync.publish.shards import shard_descs
+from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -3,8 +3,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.pull import PIECE_BYTES, pieces, shadow_plan, staggered
-from weight_sync.types import Run
+from weight_sync.plan.types import Run
+from weight_sync.receive.staging import shadow_plan, staggered
+from weight_sync.transports.base import PIECE_BYTES, pieces
 
 runs = st.lists(
     st.builds(

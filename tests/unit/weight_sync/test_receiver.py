@@ -12,8 +12,6 @@ import pytest
 from tests.fakes.ports import listening_sockets
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
-from weight_sync import prefetch, sources
-from weight_sync.control import Pending
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import (
     LeaseExpired,
@@ -24,15 +22,27 @@ from weight_sync.errors import (
     VersionUnavailable,
     WeightSyncError,
 )
-from weight_sync.layout import shard_descs
-from weight_sync.plan import build_manifest, manifest_to_bytes
-from weight_sync.publisher import WeightPublisher
-from weight_sync.wire import OpenPublisher, OpenReceiver, PublisherInfo, Reply, decode, encode, reply_state
+from weight_sync.messages import (
+    OpenPublisher,
+    OpenReceiver,
+    Pending,
+    PublisherInfo,
+    Reply,
+    decode,
+    encode,
+    manifest_to_bytes,
+    reply_state,
+)
+from weight_sync.plan.planner import build_manifest
+from weight_sync.publish.publisher import WeightPublisher
+from weight_sync.publish.shards import shard_descs
+from weight_sync.receive import receiver as prefetch
+from weight_sync.receive import sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from weight_sync.receiver import WeightReceiver
+    from weight_sync.receive.receiver import WeightReceiver
 
 OLD, NEW = full_weights(0), full_weights(1)
 

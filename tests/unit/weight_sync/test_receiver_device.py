@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tests.fakes.sync_world import FusedModel, LocalPublisher, LocalReplica, full_weights
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.receiver import WeightReceiver
-from weight_sync.worker_service import WorkerService
+from weight_sync.receive.receiver import WeightReceiver, WorkerService
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

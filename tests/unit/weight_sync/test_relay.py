@@ -12,17 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.relay_process import NUM_PIECES, SOURCES, RelayProcess, Replica, nothing
-from weight_sync import progress, relay
-from weight_sync.control import LinkRequest
 from weight_sync.device.base import Capabilities
-from weight_sync.device.errors import DeviceError
-from weight_sync.errors import PlanMismatch, PullTimeout, RelayStalled
-from weight_sync.relay import RelayInlet, RelayOutlet, map_shadow
-from weight_sync.relay_ends import RelayEnds
+from weight_sync.errors import DeviceError, PlanMismatch, PullTimeout, RelayStalled
+from weight_sync.messages import LinkRequest, RelayHandle, decode, make_error
+from weight_sync.receive import relay
+from weight_sync.receive import relay as progress
+from weight_sync.receive.relay import RelayEnds, RelayInlet, RelayOutlet, map_shadow
 from weight_sync.transports import base
 from weight_sync.transports.base import Piece
-from weight_sync.types import RelayHandle
-from weight_sync.wire import decode, make_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

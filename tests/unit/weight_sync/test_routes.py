@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.routes import Fleet, Party, Routes, ideal_seconds, plan_routes
+from weight_sync.plan.routes import Fleet, Party, Routes, ideal_seconds, plan_routes
 
 small = settings(max_examples=150, deadline=None)
 

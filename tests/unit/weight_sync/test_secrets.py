@@ -11,10 +11,11 @@ import msgspec
 import pytest
 
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync import control, wire
-from weight_sync.coordinator import SyncCoordinator, SyncOptions
+from weight_sync import channel as control
+from weight_sync import messages as wire
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import WeightSyncError
-from weight_sync.wire import OpenPublisher, OpenReceiver, decode
+from weight_sync.messages import OpenPublisher, OpenReceiver, decode
 
 SECRET = bytes(range(65, 97))
 """Letters, so that it would show however it is printed."""

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.virtual_time import run_virtual
-from weight_sync import vllm_replica
-from weight_sync.vllm_replica import AsyncLLMReplica
-from weight_sync.wire import Reply, encode, reply_state
+from weight_sync.messages import Reply, encode, reply_state
+from weight_sync.vllm import replica as vllm_replica
+from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from weight_sync.wire import CommitResult
+    from weight_sync.messages import CommitResult
 
 OK, FAILED, DIRTY = Reply(ok=True), Reply(ok=False, error="PullTimeout"), Reply(ok=False, error="X", dirty=True)
 

@@ -15,7 +15,7 @@ from rollout.engine.interface import EngineSpec
 from rollout.engine.load_meter import Activity, LoadMeter
 from rollout.types import SamplingParams
 from tests.fakes.scripted_engine import ScriptedEngine
-from weight_sync.wire import Reply, encode
+from weight_sync.messages import Reply, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

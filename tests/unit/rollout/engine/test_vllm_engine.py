@@ -15,7 +15,7 @@ from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import Response, collect
-from weight_sync.wire import Reply, encode
+from weight_sync.messages import Reply, encode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -17,7 +17,7 @@ import pytest
 
 from rollout.engine.vllm_process import engine_pids, shut_down
 from tests.fakes.process_life import is_running
-from weight_sync import vllm_compat
+from weight_sync.vllm import compat as vllm_compat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

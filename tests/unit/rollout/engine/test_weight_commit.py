@@ -11,7 +11,7 @@ from rollout.engine.interface import EngineSpec
 from rollout.engine.weight_commit import EngineGate, Outcome
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.virtual_time import in_virtual_time
-from weight_sync.wire import Reply, encode
+from weight_sync.messages import Reply, encode
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -32,7 +32,7 @@ from trainer.learner.actor import SetupReport
 from trainer.learner.group import LearnerGroup, RankHandle
 from trainer.remote import EngineReplica, call
 from trainer.telemetry.trace import Tracer
-from weight_sync.closing import close_parties
+from weight_sync.control.epoch import close_parties
 from weight_sync.device.select import build, get_backend
 
 

@@ -22,13 +22,13 @@ from trainer.driver.weight_updates import ColocatedDevices, WeightUpdater
 from trainer.telemetry.trace import Tracer
 from weight_sync.device.select import get_backend
 from weight_sync.errors import PublisherLost, PullTimeout, VersionUnavailable
-from weight_sync.types import ReplicaTimes
+from weight_sync.messages import ReplicaTimes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
-    from weight_sync.types import SyncReport
+    from weight_sync.messages import SyncReport
 
 
 @dataclass

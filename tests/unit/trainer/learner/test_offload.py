@@ -15,7 +15,7 @@ from trainer.errors import LearnerError
 from trainer.learner.fsdp import sharded_like
 from trainer.learner.offload import ALIGNMENT, CpuOffload, host_memory
 from weight_sync.device.select import get_backend
-from weight_sync.layout import local_shards
+from weight_sync.publish.shards import local_shards
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ import torch
 
 from weight_sync.bench.model import EngineModel
 from weight_sync.bench.shapes import Architecture
-from weight_sync.recorder import record_layout
+from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,8 +16,8 @@ from weight_sync.bench.case import Case
 from weight_sync.bench.ceiling import volumes_of
 from weight_sync.bench.processes import Span
 from weight_sync.bench.results import BaselineResult, Results, SyncSample
-from weight_sync.types import Manifest, PullPlan, Run, SyncReport
-from weight_sync.wire import PullReport
+from weight_sync.messages import PullReport, SyncReport
+from weight_sync.plan.types import Manifest, PullPlan, Run
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,494 @@
+"""The driver's end: publishes a version, brings it to every replica, and lets replicas join and leave.
+
+    open():     describe + bake ─> manifest ─> open learners ─> open replicas (re-hash, map, probe) ─> ready
+    publish(v): all learner ranks pack
+    sync(v):    all replicas prefetch beside generation
+                then, at most half of them at a time:  [freeze lock] pause ─> commit ─> label ─> resume
+
+    join(replica), leave(name): the others are not disturbed
+
+One deadline is shared by everyone in a sync. A replica that fails is tried once more, then marked dead (or dirty) and
+left out until it joins again. A learner that fails is an error: there is no training without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from weight_sync.control.epoch import CLOSE_S, Agreement, EpochOpener, SyncOptions, close_parties, close_replicas, part
+from weight_sync.control.members import ANSWER_S, Member, MemberState, Outcome, PublisherHandle, ReplicaHandle, nothing
+from weight_sync.errors import DigestMismatch, ReplicaDirty, VersionUnavailable, WeightSyncError
+from weight_sync.messages import PackReport, PublishedDigests, ReplicaTimes, RunDigests, SyncReport, decode, open_reply
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+
+    from weight_sync.plan.types import Manifest
+
+
+async def compare_with_learners(
+    opener: EpochOpener, manifest: Manifest, members: Sequence[Member], *, version: int, timeout_s: float
+) -> None:
+    """
+    Raises:
+        DigestMismatch: names replica, worker and parameters that differ.
+        WeightSyncError: a worker holds another version.
+    """
+    answers = await opener.on_publishers("ws_digests", version, timeout_s=timeout_s)
+    packed = {d.rank: d.by_worker for d in (decode(answer, PublishedDigests) for answer in answers)}
+    for member in members:
+        replies = await member.handle.call("ws_digests", timeout_s=timeout_s)
+        for worker, reply in enumerate(replies):
+            party = f"{member.name}/{worker}"
+            live = open_reply(reply, RunDigests, party=party)
+            if live.version != version:
+                raise WeightSyncError(f"{party} holds version {live.version}, not {version}; sync before the test")
+            wrong = _differing_params(manifest, worker, live, packed)
+            if wrong:
+                raise DigestMismatch(f"{party} differs from the learner in {', '.join(wrong)} at version {version}")
+
+
+def _differing_params(
+    manifest: Manifest, worker: int, live: RunDigests, packed: dict[int, dict[int, tuple[int, ...]]]
+) -> list[str]:
+    """Engine parameters of which a run does not hold the learner's bytes. Pure."""
+    plan = next(plan for plan in manifest.pull if plan.worker == worker)
+    wrong: set[str] = set()
+    for rank, found in live.by_rank.items():
+        names = [run.dst_param for run in plan.runs if run.src_rank == rank]
+        expected = packed[rank][worker]
+        wrong.update(name for name, a, b in zip(names, found, expected, strict=True) if a != b)
+    return sorted(wrong)
+
+
+def sync_report(
+    version: int,
+    by_replica: Mapping[str, Outcome],
+    *,
+    packs: Sequence[PackReport],
+    members: Collection[Member],
+    started: float,
+    ended: float,
+) -> SyncReport:
+    """
+    Args:
+        by_replica: of the replicas that got the version, at least one.
+        packs: of the learner ranks.
+        members: all replicas, as they are after the sync.
+        started, ended: when it began and ended, on the coordinator's clock.
+    """
+    outcomes = by_replica.values()
+    pulls = [report for outcome in outcomes for report in outcome.reports]
+    lived = [m.live_version for m in members if m.state == "live" and m.live_version is not None]
+    ranks = {rank for report in pulls for rank in report.pull_by_source}
+    counters: Counter[str] = Counter()
+    for report in (*packs, *pulls):
+        counters.update(report.counters)
+    return SyncReport(
+        version=version,
+        pack_s=max(report.pack_s for report in packs),
+        seal_s=max(report.seal_s for report in pulls),
+        lease_s=max(report.lease_s for report in pulls),
+        pull_s=max(report.pull_s for report in pulls),
+        pull_by_source={rank: max(report.pull_by_source.get(rank, 0.0) for report in pulls) for rank in sorted(ranks)},
+        pull_bytes_per_s=min((r.nbytes / r.pull_s for r in pulls if r.pull_s > 0), default=0.0),
+        attest_s=max(report.attest_s for report in pulls),
+        drain_s=max(outcome.drain_s for outcome in outcomes),
+        pause_s=max(outcome.pause_s for outcome in outcomes),
+        commit_s=max(report.commit_s for report in pulls),
+        resume_s=max(outcome.resume_s for outcome in outcomes),
+        end_to_end_s=ended - started,
+        nbytes=sum(report.nbytes for report in pulls),
+        num_runs=sum(report.num_runs for report in pulls),
+        num_stalls=sum(report.num_stalls for report in pulls),
+        num_retries=sum(outcome.num_retries for outcome in outcomes),
+        version_lag=version - min(lived, default=version),
+        replicas_live=len(outcomes),
+        replicas_skipped=len(members) - len(outcomes),
+        counters=dict(sorted(counters.items())),
+        replicas={name: replica_times(outcome, started=started) for name, outcome in by_replica.items()},
+    )
+
+
+def replica_times(outcome: Outcome, *, started: float) -> ReplicaTimes:
+    """`started`: when the sync began, on the coordinator's clock. A pull in place begins with the pause."""
+    live_at_s = outcome.live_at - started
+    lease_s = max(report.lease_s for report in outcome.reports)
+    pull_at_s = outcome.asked_at - started + lease_s if outcome.is_staged else live_at_s - outcome.pause_s
+    return ReplicaTimes(
+        is_staged=outcome.is_staged,
+        pull_at_s=pull_at_s,
+        pull_s=max(report.pull_s for report in outcome.reports),
+        attest_s=max(report.attest_s for report in outcome.reports),
+        live_at_s=live_at_s,
+        drain_s=outcome.drain_s,
+        pause_s=outcome.pause_s,
+    )
+
+
+log = logging.getLogger(__name__)
+
+LINK_S = 10.0
+RETRY_S = 0.05
+
+__all__ = ["PublisherHandle", "ReplicaHandle", "SyncCoordinator", "SyncOptions"]
+
+
+class SyncCoordinator:
+    """See the module docstring. Owned by one event loop; one `publish` or `sync` at a time."""
+
+    def __init__(
+        self,
+        publishers: Sequence[PublisherHandle],
+        replicas: Sequence[ReplicaHandle],
+        *,
+        options: SyncOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        names = [replica.name for replica in replicas]
+        if not publishers or not replicas or len(set(names)) != len(names):
+            raise ValueError(
+                f"need at least one learner rank and one replica with names of their own, got {len(publishers)} ranks "
+                f"and replicas {names}"
+            )
+        self._publishers = tuple(publishers)
+        self._members = {replica.name: Member(replica, clock) for replica in replicas}
+        self._options = options
+        self._clock = clock
+        self._opener = EpochOpener(publishers, options=options, clock=clock)
+        self._agreement: Agreement | None = None
+        self._published: dict[int, list[PackReport]] = {}
+        self._is_packing = False
+        """The learners may be writing over the version that is published."""
+        self._is_linked = True
+        """Every worker knows whom to read from. Some that do not could wait for each other in a circle."""
+        self._replaced = set[str]()
+        """Members whose successors are on their way. They may hold nothing any more: syncs and links pass them by."""
+        self._membership_lock = asyncio.Lock()
+        """A sync and a change of membership wait for each other."""
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The plan in use; None before `open`."""
+        return None if self._agreement is None else self._agreement.manifest
+
+    @property
+    def transport(self) -> str:
+        """Every way that some worker reads some learner by, such as "ipc" or "gloo+ipc"; empty before `open`."""
+        infos = [info for member in self._members.values() for info in member.workers]
+        return "+".join(sorted({how for info in infos for how in info.transports.values()}))
+
+    @property
+    def members(self) -> dict[str, MemberState]:
+        return {name: member.state for name, member in self._members.items()}
+
+    @property
+    def live_versions(self) -> dict[str, int | None]:
+        """Replica -> the version it generates from; None before its first sync."""
+        return {name: member.live_version for name, member in self._members.items()}
+
+    async def open(self) -> None:
+        """Agree on a plan and connect everyone. Called again, it closes all and starts a new epoch with all replicas.
+
+        Raises:
+            PlanMismatch: learner and engine do not fit; nothing was moved.
+            TransportUnusable: no transport works between them.
+            WeightSyncError: (other) a party failed; everything is closed again.
+        """
+        await self.close()  # an epoch of another coordinator, too: a learner that opens frees its slots, mapped or not
+        give_up = self._clock() + self._options.timeout_s
+        members = list(self._members.values())
+        for member in members:
+            member.state, member.live_version = "live", None
+        self._published.clear()
+        agreement = None
+        try:
+            agreement = await self._opener.open(members, give_up)
+            await self._opener.connect(agreement, members, give_up)
+            await self._opener.link(agreement, members, give_up)
+        except BaseException:
+            await self._close_parties(agreement)
+            raise
+        self._agreement = agreement
+        log.debug("weight sync epoch %d, manifest %s", self._opener.epoch, agreement.manifest.digest[:12])
+
+    async def publish(self, version: int) -> float:
+        """Let all learner ranks pack `version` from their current weights. Returns seconds of the slowest.
+
+        Raises:
+            PullTimeout: a rank got no slot within `timeout_s`; its message names who reads from them.
+            WeightSyncError: (other) a rank could not; its message says why.
+            TimeoutError: a rank did not answer.
+        """
+        timeout_s = self._options.timeout_s
+        self._is_packing = True
+        try:
+            # A rank that finds no free slot knows who reads from them: it is to say so before we stop waiting.
+            answers = await self._opener.on_publishers("ws_publish", version, timeout_s, timeout_s=timeout_s + ANSWER_S)
+            reports = [decode(answer, PackReport) for answer in answers]
+            self._published = {version: reports}
+        finally:
+            self._is_packing = False
+        return max(report.wait_s + report.pack_s for report in reports)
+
+    async def sync(self, version: int) -> SyncReport:
+        """Bring a published version to every live replica; one that has it, or a newer one, keeps what it has.
+
+        Raises:
+            VersionUnavailable: a newer version has taken its place in the learners' slots. Nobody is worse off, and
+                some replicas may have it; it must not count as live before all have it, or a newer one.
+            WeightSyncError: (other) no replica got it; the cause is the first replica's failure.
+        """
+        if version not in self._published:
+            raise WeightSyncError(f"version {version} is not published (published: {sorted(self._published)})")
+        packs = self._published[version]  # a newer version may be published while this one waits or is on its way
+        async with self._somebody_free() as members:
+            if not self._is_linked:
+                await self._relink()
+            started = self._clock()  # after the wait
+            results = await self._bring(members, version, started + self._options.timeout_s)
+            if any(member.state != "live" for member in members):
+                await self._relink()
+        outcomes = {
+            member.name: result for member, result in zip(members, results, strict=True) if isinstance(result, Outcome)
+        }
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, VersionUnavailable) and member.state == "live":
+                raise result  # it generates from older weights than the others, until it gets the newer version
+        if not outcomes:
+            raise next(result for result in results if isinstance(result, BaseException))
+        now, everyone = self._clock(), self._members.values()
+        return sync_report(version, outcomes, packs=packs, members=everyone, started=started, ended=now)
+
+    @asynccontextmanager
+    async def _somebody_free(self) -> AsyncIterator[list[Member]]:
+        """Holds the membership, and yields the live replicas that are neither leased nor replaced; passes the rest by.
+
+        Waits: while there is none, without the lock: a newcomer can join meanwhile, and be free.
+        Unblocked by: the end of a lease, a newcomer, the loss of the last one.
+
+        Raises:
+            ReplicaDirty: no replica is live.
+        """
+        while True:
+            async with self._membership_lock:
+                live = [member for member in self._members.values() if member.state == "live"]
+                if not live:
+                    raise ReplicaDirty(f"no live replica is left: {self.members}; restart them and open a new epoch")
+                if self._free():
+                    for member in live:
+                        await member.pass_by()
+                    yield self._free()  # a lease may have ended meanwhile
+                    return
+            await asyncio.sleep(RETRY_S)
+
+    async def join(self, replica: ReplicaHandle) -> int | None:
+        """Let a new replica (or one that was restarted under its old name) into the epoch, with the newest version.
+
+        The others go on untouched; a sync waits while the newcomer pulls, at most `timeout_s`.
+
+        Returns:
+            The version it generates from now; None if nothing was published yet.
+
+        Raises:
+            PlanMismatch: it splits the model differently.
+            WeightSyncError, TimeoutError: it could not be opened, or did not get the version. It is not a member then.
+        """
+        agreement, member = self._opened(), Member(replica, self._clock)
+        try:
+            await self._unlink(replica.name)
+            give_up = self._clock() + self._options.timeout_s
+            await self._opener.check_layout(agreement, member, give_up)
+            await self._opener.connect(agreement, [member], give_up)
+            # From here a sync waits, or the newcomer would miss it and generate from older weights than the others.
+            async with self._membership_lock:
+                await self._catch_up(member, self._clock() + self._options.timeout_s)  # waiting for the turn took none
+                old, self._members[replica.name] = self._members.get(replica.name), member
+                self._replaced.discard(replica.name)
+                if old is not None:
+                    old.disconnect()
+                await self._relink()
+        except BaseException:
+            self._replaced.discard(replica.name)
+            if self._members.get(replica.name) is not member:
+                self._is_linked = False  # the one that it would have replaced is a member still
+                member.disconnect()
+                await close_replicas([replica], timeout_s=self._close_timeout_s)
+            raise
+        log.info("%s joined epoch %d with version %s", replica.name, self._opener.epoch, member.live_version)
+        return member.live_version
+
+    async def _catch_up(self, member: Member, give_up: float) -> None:
+        """Bring the newest version to a newcomer; a newer one may take its place meanwhile."""
+        while self._published and member.live_version != max(self._published):
+            version = max(self._published)
+            result = (await self._bring([member], version, give_up))[0]
+            if isinstance(result, VersionUnavailable) and self._clock() < give_up:
+                if max(self._published) > version:
+                    continue
+                if self._is_packing:  # the newer one that takes its slot is not there yet
+                    await asyncio.sleep(RETRY_S)
+                    continue
+            if isinstance(result, BaseException):
+                raise result
+            return
+
+    async def leave(self, name: str) -> None:
+        """Take a replica out of the group, dead or alive. The others go on, and unmap its memory before it closes.
+
+        Raises:
+            KeyError: no such member.
+            WeightSyncError: it is the last one.
+        """
+        async with self._membership_lock:
+            if len(self._members) == 1 and name in self._members:
+                raise WeightSyncError(f"{name} is the last replica; close weight sync instead")
+            member = self._members.pop(name)
+            member.disconnect()
+            # A lost one has the links of its last sync, perhaps to the one that leaves.
+            lost = [other for other in self._members.values() if other.state != "live" or other.name in self._replaced]
+            try:
+                parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
+                await asyncio.gather(self._relink(), parted)
+            finally:
+                await close_replicas([member.handle], timeout_s=self._close_timeout_s)
+
+    async def _unlink(self, name: str) -> None:
+        """Nobody reads from a member that is about to be replaced: if it opens anew in the same process, what it has
+        shared goes."""
+        old = self._members.get(name)
+        if old is not None and old.state == "live":
+            async with self._membership_lock:
+                self._replaced.add(name)
+                # Lost ones too: their processes may live, and map what is about to be freed.
+                lost = [other for other in self._members.values() if other.state != "live"]
+                parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
+                await asyncio.gather(self._relink(self._free()), parted)
+
+    def _free(self) -> list[Member]:
+        live = [member for member in self._members.values() if member.state == "live"]
+        return [member for member in live if not member.num_leases and member.name not in self._replaced]
+
+    async def _relink(self, members: Sequence[Member] | None = None) -> None:
+        """After a change of membership; `members` only, as if there were no others, if they are given. Links only save
+        time: whoever misses them reads from the learners in the end, so a failure is logged, and the next sync tries
+        again. A leased one gets none, and is not waited for: it reads nothing before the end of its lease."""
+        is_whole = members is None
+        was_linked, self._is_linked = self._is_linked, False
+        try:
+            together = self._free() if members is None else members
+            await self._opener.link(self._opened(), together, self._clock() + LINK_S)
+            self._is_linked = is_whole or was_linked
+        except (WeightSyncError, TimeoutError) as error:
+            log.warning("not every worker learned whom to read from: %s", error)
+        if is_whole:
+            leased = [member for member in self._members.values() if member.state == "live" and member.num_leases]
+            await part(self._opener, self._agreement, leased, timeout_s=self._close_timeout_s)
+
+    async def _bring(self, members: Sequence[Member], version: int, give_up: float) -> list[Outcome | BaseException]:
+        turnstile = asyncio.Semaphore(max(1, len(members) // 2) if self._options.rolling else len(members))
+        calls = (member.bring(version, give_up=give_up, turnstile=turnstile) for member in members)
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def self_test(self) -> None:
+        """Compare, run by run, the live parameters of every live replica with the learners' packed bytes.
+
+        Raises:
+            DigestMismatch: names replica, worker and parameters that differ.
+            WeightSyncError: nothing was synced yet.
+        """
+        manifest = self._opened().manifest
+        if not self._published:
+            raise WeightSyncError("nothing was published yet; publish and sync a version first")
+        live = [member for member in self._members.values() if member.state == "live"]
+        await compare_with_learners(
+            self._opener, manifest, live, version=max(self._published), timeout_s=self._options.timeout_s
+        )
+
+    @asynccontextmanager
+    async def freeze(self, replica: str) -> AsyncIterator[int | None]:
+        """Keep a replica at its version: its commits wait until the block ends. Yields that version.
+
+        The wait is not counted against a sync's deadline.
+        """
+        member = self._members[replica]
+        async with member.commit_lock:
+            yield member.live_version
+
+    @asynccontextmanager
+    async def lease(
+        self, replica: str, *, before_passed: Callable[[], Awaitable[None]] = nothing
+    ) -> AsyncIterator[int | None]:
+        """As `freeze`, but syncs pass the replica by while others are live, and wait before they begin while none is.
+        Waits for a sync that is under way, which would otherwise wait for the end of the block.
+
+        When the block ends in order, the replica gets the newest version; if it cannot take it, it is lost as after a
+        failed sync, and nothing is raised.
+
+        Args:
+            before_passed: awaited once, before the first sync that passes the replica by.
+
+        Raises:
+            KeyError: no such member.
+        """
+        member = await self._begin_lease(replica, before_passed)
+        try:
+            async with member.commit_lock:
+                yield member.live_version
+        except (asyncio.CancelledError, GeneratorExit):
+            member.end_lease(before_passed)
+            self._is_linked = False  # the next sync takes it along
+            raise
+        except BaseException:
+            await self._end_lease(member, before_passed)
+            raise
+        await self._end_lease(member, before_passed)
+
+    async def _begin_lease(self, replica: str, before_passed: Callable[[], Awaitable[None]]) -> Member:
+        # All under the lock: a sync that waited for it longer takes the replica along, and everybody knows.
+        async with self._membership_lock:
+            member = self._members[replica]
+            member.begin_lease(before_passed)
+            try:
+                await self._relink()  # nobody is to read from a replica that gets nothing
+            except BaseException:
+                member.end_lease(before_passed)
+                raise
+            return member
+
+    async def _end_lease(self, member: Member, before_passed: Callable[[], Awaitable[None]]) -> None:
+        member.end_lease(before_passed)
+        async with self._membership_lock:
+            is_gone = self._members.get(member.name) is not member or member.name in self._replaced
+            if member.num_leases or is_gone or member.state != "live":
+                return
+            await self._relink([member])  # alone: its neighbours may not have the newest version yet
+            try:
+                await self._catch_up(member, self._clock() + self._options.timeout_s)
+            except (WeightSyncError, TimeoutError) as error:
+                member.state = "dead" if member.state == "live" else member.state
+                log.warning("%s is lost after its lease: %s", member.name, error)
+            await self._relink()  # with it, if it is still there
+
+    async def close(self) -> None:
+        """Close every party that still answers, whoever maps memory before those that own it. Idempotent."""
+        agreement, self._agreement = self._agreement, None
+        await self._close_parties(agreement)
+
+    async def _close_parties(self, agreement: Agreement | None) -> None:
+        members = list(self._members.values())
+        await close_parties(self._opener, agreement, members, self._publishers, timeout_s=self._close_timeout_s)
+
+    @property
+    def _close_timeout_s(self) -> float:
+        return min(CLOSE_S, self._options.timeout_s)
+
+    def _opened(self) -> Agreement:
+        if self._agreement is None:
+            raise WeightSyncError("weight sync is not open; call open first")
+        return self._agreement

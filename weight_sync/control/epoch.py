@@ -1,0 +1,362 @@
+"""Opens and closes an epoch: describe, record, plan, connect, and release.
+
+    describe (learners) + bake (replicas) ─> manifest ─> open learners ─> open replicas (re-hash, map, probe) ─> link
+
+A replica that joins later goes through bake, open and link alone; learners and other replicas keep what they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from weight_sync.channel import Membership
+from weight_sync.control.members import gather_all
+from weight_sync.errors import PlanMismatch, PullTimeout
+from weight_sync.messages import (
+    BakeRequest,
+    CommitMode,
+    Linked,
+    LinkRequest,
+    OpenPublisher,
+    OpenReceiver,
+    PublisherInfo,
+    PublisherLayout,
+    ReceiverInfo,
+    decode,
+    encode,
+    manifest_to_bytes,
+    open_reply,
+)
+from weight_sync.plan.planner import build_manifest
+from weight_sync.plan.routes import Party, RelayMode, plan_routes
+from weight_sync.plan.types import Manifest, ParamMeta, WorkerLayout
+from weight_sync.receive.staging import shadow_plan
+from weight_sync.transports.base import arena_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+
+    from weight_sync.control.members import Member, PublisherHandle, ReplicaHandle
+
+
+log = logging.getLogger(__name__)
+
+
+class SyncOptions(msgspec.Struct, frozen=True, kw_only=True):
+    transport: str = "auto"
+    commit: CommitMode = "auto"
+    num_slots: int = 2
+    timeout_s: float = 120.0
+    verify: bool = True
+    host: str | None = "127.0.0.1"
+    """Address that every party binds its control socket to; None lets each take the one that other nodes reach."""
+    rolling: bool = True
+    """At most half of the replicas commit at a time, so that the others go on generating. False where all of them stand
+    still anyway."""
+    relay: RelayMode = "auto"
+    """Whether replicas hand versions on to each other where they outnumber the learners, or are on other nodes."""
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """What all members of an epoch share."""
+
+    manifest: Manifest
+    publishers: tuple[PublisherInfo, ...]
+    layout: tuple[WorkerLayout, ...]
+    """Of every replica."""
+
+
+class EpochOpener:
+    """Remembers the number of the epoch and the secret of the run; everything else is in the `Agreement` it returns."""
+
+    def __init__(
+        self, publishers: Sequence[PublisherHandle], *, options: SyncOptions, clock: Callable[[], float]
+    ) -> None:
+        self._publishers = tuple(publishers)
+        self._options = options
+        self._clock = clock
+        self._run_id = secrets.token_hex(8)
+        self._secret = secrets.token_bytes(32)
+        self._epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    async def open(self, members: Sequence[Member], give_up: float) -> Agreement:
+        """Begin a new epoch: plan, and open the learners. Nobody may map anything of an earlier one.
+
+        Raises:
+            PlanMismatch: learner and engine do not fit; nothing was moved.
+            TransportUnusable, WeightSyncError: a learner cannot offer its weights.
+        """
+        self._epoch += 1
+        layouts = await self._describe(give_up)
+        params = layouts[0].params
+        baked = await self._bake(params, members, give_up)
+        first_name, first = next(iter(baked.items()))
+        for name, other in baked.items():
+            if other != first:
+                raise PlanMismatch(f"replicas {first_name} and {name} split the model differently; start them alike")
+        shards = [shard for layout in layouts for shard in layout.shards]
+        # Planning a large model takes a while; the loop has other things to do.
+        manifest = await asyncio.to_thread(
+            build_manifest, epoch=self._epoch, params=params, shards=shards, workers=first
+        )
+        for line in _memory_lines(manifest, self._options):
+            log.debug("%s", line)  # before anything is allocated
+        publishers = await self._open_publishers(manifest, give_up)
+        return Agreement(manifest=manifest, publishers=publishers, layout=first)
+
+    async def check_layout(self, agreement: Agreement, member: Member, give_up: float) -> None:
+        """
+        Raises:
+            PlanMismatch: a newcomer splits the model differently from the replicas of the epoch.
+        """
+        baked = await self._bake(agreement.manifest.params, [member], give_up)
+        if baked[member.name] != agreement.layout:
+            raise PlanMismatch(f"replica {member.name} splits the model differently from the others; start it alike")
+
+    async def connect(self, agreement: Agreement, members: Sequence[Member], give_up: float) -> None:
+        """Open the replicas' workers, and a line to each.
+
+        Raises:
+            PlanMismatch: a worker agreed to another manifest.
+            TransportUnusable: a worker cannot reach a learner.
+        """
+        manifest, options = agreement.manifest, self._options
+
+        def request(name: str) -> bytes:
+            opening = OpenReceiver(
+                run_id=self._run_id,
+                secret=self._secret,
+                epoch=self._epoch,
+                manifest=manifest_to_bytes(manifest),
+                replica=name,
+                commit=options.commit,
+                verify=options.verify,
+                publishers=agreement.publishers,
+                deadline_s=self.left(give_up),
+                host=options.host,
+                relay=options.relay != "off",
+            )
+            return encode(opening)
+
+        replies = await self._on_replicas(members, "ws_open", request, give_up)
+        membership = Membership(run_id=self._run_id, epoch=self._epoch, secret=self._secret)
+        for member in members:
+            parties = enumerate(replies[member.name])
+            workers = tuple(open_reply(reply, ReceiverInfo, party=f"{member.name}/{i}") for i, reply in parties)
+            for info in workers:
+                _check_and_log(info, member.name, manifest)
+            member.connect(workers, membership)
+
+    async def link(self, agreement: Agreement, members: Sequence[Member], give_up: float) -> None:
+        """Tell every worker in which order, and from whom, to read its sources.
+
+        Raises:
+            WeightSyncError, TimeoutError: a worker did not take its links.
+        """
+        infos = {member.name: member.workers for member in members}
+        parties = [
+            Party(name=f"{name}/{info.worker}", worker=info.worker, node=info.node, relays=info.relay is not None)
+            for name, workers in infos.items()
+            for info in workers
+        ]
+        handles = {f"{name}/{info.worker}": info.relay for name, workers in infos.items() for info in workers}
+        nodes = {info.rank: info.node for info in agreement.publishers}
+        sources = {plan.worker: sorted({run.src_rank for run in plan.runs}) for plan in agreement.manifest.pull}
+        routes = plan_routes(nodes, parties, sources, relay=self._options.relay)
+        readable = {via for route in routes.values() for via in route.values() if via is not None}
+        if readable:
+            log.info("replicas hand versions on: %d of %d workers are read by others", len(readable), len(parties))
+
+        async def tell(member: Member, index: int) -> None:
+            name = f"{member.name}/{member.workers[index].worker}"
+            via = {rank: from_whom for rank, from_whom in routes[name].items() if from_whom is not None}
+            predecessor = handles[next(iter(via.values()))] if via else None
+            request = LinkRequest(
+                order=tuple(routes[name]), relayed=tuple(via), predecessor=predecessor, is_read=name in readable
+            )
+            await member.lines[index].ask(request, Linked, deadline_s=self.left(give_up))
+
+        await gather_all(tell(member, index) for member in members for index in range(len(member.workers)))
+
+    async def part(self, agreement: Agreement, members: Sequence[Member], within_s: float) -> None:
+        """Let each of `members` read from the learners alone: it unmaps the memory of whom it was linked to.
+
+        Raises:
+            WeightSyncError, TimeoutError: a worker did not answer; the others were told all the same.
+        """
+        give_up = self._clock() + within_s
+        await gather_all(self.link(agreement, [member], give_up) for member in members)
+
+    async def on_publishers(self, method: str, *args: object, timeout_s: float) -> list[bytes]:
+        """The answer of every learner rank, in order."""
+        calls = (publisher.call(method, *args, timeout_s=timeout_s) for publisher in self._publishers)
+        return list(await gather_all(calls))
+
+    def left(self, give_up: float) -> float:
+        """
+        Raises:
+            PullTimeout: nothing.
+        """
+        left_s = give_up - self._clock()
+        if left_s <= 0:
+            raise PullTimeout(f"weight sync took longer than weight_sync.timeout_s = {self._options.timeout_s}")
+        return left_s
+
+    async def _describe(self, give_up: float) -> list[PublisherLayout]:
+        answers = await self.on_publishers("ws_describe", timeout_s=self.left(give_up))
+        layouts = [decode(answer, PublisherLayout) for answer in answers]
+        for layout in layouts[1:]:
+            if layout.params != layouts[0].params:
+                raise PlanMismatch(f"learner ranks {layouts[0].rank} and {layout.rank} describe different parameters")
+        return layouts
+
+    async def _bake(
+        self, params: tuple[ParamMeta, ...], members: Sequence[Member], give_up: float
+    ) -> dict[str, tuple[WorkerLayout, ...]]:
+        request = encode(BakeRequest(params=params))
+        replies = await self._on_replicas(members, "ws_bake", lambda _: request, give_up)
+        layouts = {
+            name: tuple(open_reply(reply, WorkerLayout, party=f"{name}/{i}") for i, reply in enumerate(answers))
+            for name, answers in replies.items()
+        }
+        for line in dict.fromkeys(line for workers in layouts.values() for w in workers for line in w.decisions):
+            log.debug("modules of the engines: %s", line)
+        return layouts
+
+    async def _open_publishers(self, manifest: Manifest, give_up: float) -> tuple[PublisherInfo, ...]:
+        opening = OpenPublisher(
+            run_id=self._run_id,
+            secret=self._secret,
+            epoch=self._epoch,
+            manifest=manifest_to_bytes(manifest),
+            transport=self._options.transport,
+            num_slots=self._options.num_slots,
+            verify=self._options.verify,
+            host=self._options.host,
+        )
+        answers = await self.on_publishers("ws_open", encode(opening), timeout_s=self.left(give_up))
+        return tuple(decode(answer, PublisherInfo) for answer in answers)
+
+    async def _on_replicas(
+        self, members: Sequence[Member], method: str, request: Callable[[str], bytes], give_up: float
+    ) -> dict[str, list[Any]]:
+        left_s = self.left(give_up)
+        calls = (member.handle.call(method, request(member.name), timeout_s=left_s) for member in members)
+        return {member.name: reply for member, reply in zip(members, await gather_all(calls), strict=True)}
+
+
+def _check_and_log(info: ReceiverInfo, replica: str, manifest: Manifest) -> None:
+    if info.manifest_digest != manifest.digest:
+        raise PlanMismatch(f"{replica}/{info.worker} agreed to another manifest: {info.manifest_digest[:12]}")
+    ways = ", ".join(f"learner {rank} by {how}" for rank, how in sorted(info.transports.items()))
+    log.info(
+        "%s/%d: %s; %s; %.1f MB per version, shadow %.1f MB",
+        replica, info.worker, info.commit, ways, info.pull_bytes / 1e6, info.shadow_bytes / 1e6,
+    )  # fmt: skip
+    for reason in info.reasons:
+        log.warning("%s/%d does not read %s", replica, info.worker, reason)
+
+
+def _memory_lines(manifest: Manifest, options: SyncOptions) -> list[str]:
+    """What the parties are about to allocate, once for the whole epoch: per learner rank and per engine worker."""
+    arenas = [
+        f"rank {plan.rank} {options.num_slots} x {_size(plan.arena_bytes)}, with the probe "
+        f"{_size(arena_bytes(plan.arena_bytes, options.num_slots))}"
+        for plan in sorted(manifest.pack, key=lambda plan: plan.rank)
+    ]
+    match options.commit:
+        case "inplace":
+            return [f"memory of learners: {'; '.join(arenas)}", "memory of engines: no shadow, commits are in place"]
+        case "staged" | "auto":
+            shadows = [f"worker {plan.worker} {_size(shadow_plan(plan.runs).nbytes)}" for plan in manifest.pull]
+            note = "" if options.commit == "staged" else ", if it fits into what is free then"
+            return [
+                f"memory of learners: {'; '.join(arenas)}",
+                f"memory of engines, shadow in each replica{note}: {'; '.join(shadows)}",
+            ]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"
+
+
+_HANDLE_FIRST_S = 0.05
+"""A handle that keeps its own limit has the first word: it knows what to make of a party that is silent."""
+
+CLOSE_S = 10.0
+PART_S = 2.0
+"""Control threads answer at once, and unmapping takes milliseconds."""
+
+
+async def close_parties(
+    opener: EpochOpener,
+    agreement: Agreement | None,
+    members: Sequence[Member],
+    publishers: Sequence[PublisherHandle],
+    *,
+    timeout_s: float,
+) -> None:
+    """Close everyone, all steps together within `timeout_s`. `agreement` is what they were linked by, None if they were
+    not. Raises nothing of theirs."""
+    now = asyncio.get_running_loop().time
+    give_up = now() + timeout_s
+    least_s = min(PART_S, timeout_s / 3)  # of each step, whoever hangs in another
+    if len(members) > 1:
+        await part(opener, agreement, members, timeout_s=least_s)
+    for member in members:
+        member.disconnect()
+    replicas = [member.handle for member in members]
+    await close_replicas(replicas, timeout_s=max(least_s, give_up - now() - least_s))
+    await _quietly((_close_learner(one, max(least_s, give_up - now())) for one in publishers), "did not close")
+
+
+async def part(
+    opener: EpochOpener, agreement: Agreement | None, members: Sequence[Member], *, timeout_s: float
+) -> None:
+    """Let none of `members` read from another replica. Raises nothing of theirs."""
+    if agreement is not None:
+        await _quietly([opener.part(agreement, members, min(PART_S, timeout_s))], "did not unmap what it read from")
+
+
+async def close_replicas(replicas: Iterable[ReplicaHandle], *, timeout_s: float) -> None:
+    """Close replicas that do not read from each other, all at once. Raises nothing of theirs."""
+    await _quietly((_close_replica(replica, timeout_s) for replica in replicas), "did not close")
+
+
+async def _close_replica(replica: ReplicaHandle, timeout_s: float) -> None:
+    replies = await _within(timeout_s, replica.call("ws_close", timeout_s=timeout_s), f"replica {replica.name}")
+    for worker, reply in enumerate(replies):
+        open_reply(reply, type(None), party=f"{replica.name}/{worker}")
+
+
+async def _close_learner(publisher: PublisherHandle, timeout_s: float) -> None:
+    await _within(timeout_s, publisher.call("ws_close", timeout_s=timeout_s), f"learner rank {publisher.rank}")
+
+
+async def _within(timeout_s: float, call: Coroutine[Any, Any, Any], who: str) -> Any:
+    """The result. A handle may wait longer than it was told, for an answer that is on its way; this does not."""
+    limit = asyncio.timeout(timeout_s + _HANDLE_FIRST_S)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError as error:
+        if not limit.expired():
+            raise  # the party's own
+        raise TimeoutError(f"{who} did not answer within {timeout_s:.1f} s") from error
+
+
+async def _quietly(calls: Iterable[Awaitable[Any]], what: str) -> None:
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, Exception):
+            # An error that Ray carried has the real one behind `cause`, and a traceback for a text.
+            cause = getattr(result, "cause", result)
+            log.warning("a party of weight sync %s: %s: %s", what, type(cause).__name__, cause)

@@ -1,0 +1,251 @@
+"""One engine replica as the coordinator sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import msgspec
+
+from weight_sync.channel import AsyncControlClient, Membership
+from weight_sync.errors import PullTimeout, ReplicaDirty, VersionUnavailable, WeightSyncError
+from weight_sync.messages import (
+    CommitResult,
+    PollRequest,
+    PrefetchRequest,
+    Progress,
+    PullReport,
+    ReceiverInfo,
+    Request,
+    open_reply,
+    reply_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+
+log = logging.getLogger(__name__)
+
+POLL_FRAC = 0.05
+"""A pull is looked at whenever it has taken this much longer: little is lost, and long pulls are not asked often."""
+FIRST_POLL_S, LAST_POLL_S = 0.0005, 0.05
+QUIET_S = 1.0
+"""A worker's control thread answers in well under a millisecond."""
+SILENCE_S = 10.0
+ATTEMPTS = 2
+ANSWER_S = 5.0
+"""A worker bounds its own time; its host gets this much longer before we stop waiting for the answer."""
+MemberState = Literal["live", "dirty", "dead"]
+
+
+async def nothing() -> None:
+    """Nobody has to be told."""
+
+
+class PublisherHandle(Protocol):
+    """One learner rank, in whatever process it is. `method` is one of its `ws_*` methods."""
+
+    rank: int
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> Any:
+        """The method's result; its exception; or TimeoutError."""
+        ...
+
+
+class ReplicaHandle(Protocol):
+    """One engine replica with all its workers."""
+
+    name: str
+
+    async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+        """One result per worker, in rank order."""
+        ...
+
+    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
+        """Pause, call, label tokens with `version` if every worker agreed, resume unless dirty."""
+        ...
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What one sync did to one replica."""
+
+    reports: list[PullReport]
+    pause_s: float
+    drain_s: float
+    resume_s: float
+    is_staged: bool
+    asked_at: float
+    """When its workers were asked for the version, on the coordinator's clock."""
+    live_at: float
+    """When it went on with it, on the same clock."""
+    num_retries: int
+
+
+class Member:
+    """A replica in the sync group."""
+
+    def __init__(self, handle: ReplicaHandle, clock: Callable[[], float]) -> None:
+        self.handle = handle
+        self.state: MemberState = "live"
+        self.live_version: int | None = None
+        self.workers: tuple[ReceiverInfo, ...] = ()
+        self.lines: tuple[AsyncControlClient, ...] = ()
+        """To each worker's control thread; made when the epoch opens, like `workers`."""
+        self.commit_lock = asyncio.Lock()
+        self.num_leases = 0
+        """Blocks for which it keeps its version while syncs pass it by."""
+        self.before_passed: list[Callable[[], Awaitable[None]]] = []
+        """Of those blocks that no sync has passed yet."""
+        self._clock = clock
+        self._last: Outcome | None = None
+        """Of the version that is live."""
+
+    @property
+    def name(self) -> str:
+        return self.handle.name
+
+    def connect(self, workers: tuple[ReceiverInfo, ...], membership: Membership) -> None:
+        """Make a line to each worker's control thread."""
+        self.disconnect()
+        self.workers = workers
+        self.lines = tuple(
+            AsyncControlClient(info.endpoint, membership=membership, sender="coordinator") for info in workers
+        )
+
+    def disconnect(self) -> None:
+        """Hang up. Idempotent."""
+        lines, self.lines, self.workers = self.lines, (), ()
+        for line in lines:
+            line.close()
+
+    async def pass_by(self) -> None:
+        """Say that a sync passes it by, to each lease once. Nothing to say without a lease."""
+        while self.before_passed:
+            await self.before_passed.pop()()
+
+    def begin_lease(self, before_passed: Callable[[], Awaitable[None]]) -> None:
+        self.num_leases += 1
+        self.before_passed.append(before_passed)
+
+    def end_lease(self, before_passed: Callable[[], Awaitable[None]]) -> None:
+        self.num_leases -= 1
+        if before_passed in self.before_passed:
+            self.before_passed.remove(before_passed)
+
+    async def bring(self, version: int, *, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
+        """Consumes: a published version; nothing to do if it is live here, or a newer one, which came while it waited.
+        Waits for: the pull, the freeze lock, its turn to pause.
+        Unblocked by: the deadline, of which a first attempt gets half; the end of a freeze.
+
+        Raises:
+            VersionUnavailable: the learners do not hold the version any more; the replica is as it was.
+            WeightSyncError, TimeoutError: the replica did not take the version and is marked dead or dirty.
+        """
+        if self._last is not None and self.live_version is not None and self.live_version >= version:
+            return self._last
+        error: Exception = WeightSyncError("not tried")
+        is_dirty = False
+        for attempt in range(ATTEMPTS):
+            try:
+                outcome = await self._prefetch_and_commit(version, self._attempt_deadline(attempt, give_up), turnstile)
+            except VersionUnavailable:
+                if is_dirty:
+                    self.state = "dirty"
+                raise  # a newer version took its place: nobody's failure
+            except (WeightSyncError, TimeoutError) as failure:
+                error, is_dirty = failure, is_dirty or isinstance(failure, ReplicaDirty)
+                log.warning(
+                    "%s did not take version %d (attempt %d): %s", self.handle.name, version, attempt + 1, error
+                )
+                if self._clock() >= give_up:
+                    break
+            except Exception as failure:  # noqa: BLE001 - the edge of one replica
+                error = WeightSyncError(f"{self.handle.name} failed: {type(failure).__name__}: {failure}")
+                break
+            else:
+                self.live_version, self.state = version, "live"
+                outcome.num_retries += attempt
+                self._last = outcome
+                return outcome
+        self.state = "dirty" if is_dirty else "dead"
+        log.error("%s is %s and left out until it joins again: %s", self.handle.name, self.state, error)
+        raise error
+
+    async def _prefetch_and_commit(self, version: int, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
+        name, handle = self.handle.name, self.handle
+        asked_at = self._clock()
+        await self._prefetch(version, give_up)
+        waiting_since = self._clock()
+        async with self.commit_lock, turnstile:
+            # Waiting for an evaluation to end is nobody's failure, so it does not shorten the time to commit.
+            left_s = give_up - waiting_since
+            if left_s <= 0:
+                raise PullTimeout(f"{name}: no time is left to commit version {version}")
+            result = await handle.commit(version, "ws_commit", version, left_s, timeout_s=left_s + ANSWER_S)
+            live_at = self._clock()
+        try:
+            reports = [open_reply(reply, PullReport, party=f"{name}/{i}") for i, reply in enumerate(result.results)]
+        except WeightSyncError as error:
+            if reply_state(result.results) == "dirty":
+                raise ReplicaDirty(
+                    f"{name} failed in the middle of a commit: {type(error).__name__}: {error}"
+                ) from error
+            raise
+        return Outcome(
+            reports=reports,
+            pause_s=result.pause_s,
+            drain_s=result.drain_s,
+            resume_s=result.resume_s,
+            asked_at=asked_at,
+            is_staged=all(info.commit == "staged" for info in self.workers),
+            live_at=live_at,
+            num_retries=sum(report.num_retries for report in reports),
+        )
+
+    async def _prefetch(self, version: int, give_up: float) -> None:
+        """Over the workers' own control lines, which do not wait for a turn of the engine's loop."""
+        if not self.lines:
+            raise WeightSyncError(f"{self.name} is not connected; it must join the epoch first")
+        left_s = self._left(version, give_up)
+        progress = await self._ask(PrefetchRequest(version=version, deadline_s=left_s), version, give_up)
+        started = self._clock()
+        while not all(one.is_done for one in progress):
+            await asyncio.sleep(min(max(FIRST_POLL_S, POLL_FRAC * (self._clock() - started)), LAST_POLL_S))
+            progress = await self._ask(PollRequest(version=version), version, give_up)
+
+    async def _ask(self, request: Request, version: int, give_up: float) -> list[Progress]:
+        """Every worker's answer. A worker that is quiet for a moment is looked after through its host, which knows at
+        once if it is dead."""
+        left_s = self._left(version, give_up)
+        asking = asyncio.ensure_future(
+            gather_all(line.ask(request, Progress, deadline_s=left_s) for line in self.lines)
+        )
+        try:
+            if not (await asyncio.wait({asking}, timeout=QUIET_S))[0]:
+                await self.handle.call("ws_status", timeout_s=min(SILENCE_S, left_s))
+            return await asking
+        except WeightSyncError as error:
+            raise type(error)(f"{self.handle.name}: {error}") from error
+        finally:
+            asking.cancel()
+
+    def _attempt_deadline(self, attempt: int, give_up: float) -> float:
+        now = self._clock()
+        return give_up if attempt == ATTEMPTS - 1 else now + (give_up - now) / 2
+
+    def _left(self, version: int, give_up: float) -> float:
+        left_s = give_up - self._clock()
+        if left_s <= 0:
+            raise PullTimeout(f"{self.handle.name}: version {version} did not arrive within its deadline")
+        return left_s
+
+
+async def gather_all(calls: Iterable[Any]) -> list[Any]:
+    """All results in order. Waits for every call, then raises the first failure, so that none is left running."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

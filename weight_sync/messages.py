@@ -1,0 +1,555 @@
+"""Every message between driver, learners and engine workers: set-up requests, control requests and their replies.
+
+Hosts pass these as opaque bytes: msgpack of a typed struct, so a host never needs the types, and an error keeps its own
+type on its way through layers that would flatten it into a string (vLLM's RPC does).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import msgspec
+
+from weight_sync import errors
+from weight_sync.device.base import IpcHandle  # noqa: TC001 - msgspec reads the annotations
+from weight_sync.errors import PlanMismatch
+from weight_sync.plan.planner import MAX_MANIFEST_BYTES
+from weight_sync.plan.types import Manifest, ParamMeta, ShardDesc, Version
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+T = TypeVar("T")
+
+_building = threading.Lock()
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def decode_typed(data: bytes, kind: type[T]) -> T:
+    """`data` as a `kind`, safe in any thread.
+
+    Raises:
+        msgspec.DecodeError: not msgpack, or not of this type.
+        UnicodeDecodeError: a text in it is not UTF-8.
+        RecursionError: nested too deep.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        with _building:
+            decoder = _decoders.setdefault(kind, msgspec.msgpack.Decoder(kind))
+    return decoder.decode(data)
+
+
+CommitMode = Literal["auto", "staged", "inplace"]
+
+
+class PublisherLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What one learner rank holds."""
+
+    rank: int
+    params: tuple[ParamMeta, ...]
+    shards: tuple[ShardDesc, ...]
+
+
+class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the slots of a publisher lie: slot `i` covers bytes `[i * slot_stride, i * slot_stride + slot_bytes)`."""
+
+    transport: str
+    handle: IpcHandle | None
+    """None if the rank publishes nothing (all its shards are empty)."""
+    slot_bytes: int
+    slot_stride: int
+    num_slots: int
+    host: str = ""
+    """Address under which a two-sided transport reaches the publisher; empty for transports that map memory."""
+    device: str = ""
+    """What tells the publisher's device from every other one, where that is known."""
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """What everyone who takes part in an epoch is told."""
+
+    run_id: str
+    secret: bytes
+    """Authenticates every control frame of the run. Never printed."""
+    epoch: int
+    manifest: bytes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(run_id={self.run_id!r}, epoch={self.epoch}, manifest={len(self.manifest)} bytes)"
+
+
+class OpenPublisher(Opening, frozen=True, kw_only=True):
+    """Opens an epoch on a learner rank."""
+
+    transport: str
+    num_slots: int
+    verify: bool
+    host: str | None
+    """Address the control socket binds; None takes the one that other nodes reach. The port is ephemeral, returned."""
+
+
+class PublisherInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach an opened publisher."""
+
+    rank: int
+    node: str
+    """Parties that name the same node can map each other's memory."""
+    endpoint: str
+    arenas: tuple[ArenaHandle, ...]
+    """The same slots by every way they can be read, best first."""
+    manifest_digest: str
+    probe_bytes: int
+    """The page behind the last slot holds a pattern of this size, ..."""
+    probe_digest: int
+    """... with this digest."""
+
+
+class OpenReceiver(Opening, frozen=True, kw_only=True):
+    """Opens an epoch on the workers of one replica."""
+
+    replica: str
+    commit: CommitMode
+    verify: bool
+    publishers: tuple[PublisherInfo, ...]
+    deadline_s: float
+    """For mapping and probing."""
+    host: str | None
+    """As in `OpenPublisher`."""
+    relay: bool
+    """Offer what arrives here to other replicas of this node."""
+    lease_s: float = 10.0
+    """A lease is renewed at half this time while a pull goes on, and frees its slot if the receiver dies."""
+
+
+class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
+    worker: int
+    node: str
+    manifest_digest: str
+    commit: Literal["staged", "inplace"]
+    shadow_bytes: int
+    pull_bytes: int
+    probe_s: float
+    """Seconds to open every arena and pull its probe pattern."""
+    endpoint: str
+    """Where the worker's own control thread listens."""
+    transports: dict[int, str]
+    """Learner rank -> how its slots are read."""
+    reasons: tuple[str, ...]
+    """Why a better way is not used, if so."""
+    relay: RelayHandle | None
+    """How others read from this worker; None if they cannot."""
+
+
+class BakeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    params: tuple[ParamMeta, ...]
+
+
+class PackReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What publishing one version cost a learner rank."""
+
+    rank: int
+    version: int
+    slot: int
+    nbytes: int
+    wait_s: float
+    """Waiting for a free slot."""
+    pack_s: float
+    counters: dict[str, int]
+
+
+class PullReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What bringing one version into a worker cost. Also the report of a commit; phases that did not run are 0."""
+
+    worker: int
+    version: int
+    lease_s: float
+    """From the request for the version until its first byte could be read."""
+    seal_s: float
+    """The slowest learner's digest and seal of this version."""
+    pull_s: float
+    pull_by_source: dict[int, float]
+    """Learner rank -> seconds."""
+    attest_s: float
+    commit_s: float
+    nbytes: int
+    num_runs: int
+    num_retries: int
+    """Sources pulled a second time because a digest differed."""
+    num_stalls: int
+    """Sources whose predecessor in a relay fell silent, so that the learner gave the rest."""
+    counters: dict[str, int]
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    worker: int
+    open: bool
+    live_version: int | None
+    dirty: bool
+    prefetching: bool
+    counters: dict[str, int]
+
+
+class RunDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """Digests of runs, keyed by source rank, in the order of the worker's plan."""
+
+    version: int | None
+    by_rank: dict[int, tuple[int, ...]]
+
+
+class PublishedDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """A learner rank's digests for every worker's runs, in the order of that worker's plan."""
+
+    rank: int
+    version: int
+    by_worker: dict[int, tuple[int, ...]]
+
+
+class ReadBack(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of engine parameters as they are now."""
+
+    params: dict[str, bytes]
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's answer to a worker call."""
+
+    ok: bool
+    value: bytes = b""
+    error: str = ""
+    """Type name of the exception."""
+    message: str = ""
+    dirty: bool = False
+    """The worker's parameters are a mixture of versions: it must not generate."""
+
+
+class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica's `commit` gives back: one reply per worker, and what it cost generation."""
+
+    results: list[bytes]
+    pause_s: float
+    """Generation stood still: from the end of the step under way until the engine went on."""
+    drain_s: float = 0.0
+    """Before that: from the request to pause until that step had ended. Its tokens count."""
+    resume_s: float = 0.0
+    """Of the pause: from the workers' answers until the engine went on."""
+
+
+def encode(value: object) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Typed decode.
+
+    Raises:
+        PlanMismatch: the bytes are not a `kind`; the parties run different versions of this package.
+    """
+    try:
+        return decode_typed(data, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise errors.PlanMismatch(
+            f"message is not a {kind.__name__}: {error}; learner and engine must run the same version of weight_sync"
+        ) from error
+
+
+def answer(call: Callable[[], bytes], *, is_dirty: Callable[[], bool]) -> bytes:
+    """Run `call` and wrap its result, or its exception with type and message, as a `Reply`."""
+    try:
+        return encode(Reply(ok=True, value=call(), dirty=is_dirty()))
+    except Exception as error:  # noqa: BLE001 - the edge of the engine's RPC, which would flatten it into a string
+        return encode(Reply(ok=False, error=type(error).__name__, message=str(error), dirty=is_dirty()))
+
+
+def make_error(name: str, message: str) -> Exception:
+    """An exception of the type called `name` if it is one of ours, else `WeightSyncError` naming it."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.WeightSyncError):
+        return kind(message)
+    return errors.WeightSyncError(f"{name}: {message}")
+
+
+def open_reply(data: bytes, kind: type[T], *, party: str) -> T:
+    """The value of a worker's reply.
+
+    Raises:
+        WeightSyncError: (or its subclass) what the worker raised, prefixed with `party`.
+    """
+    reply = decode(data, Reply)
+    if not reply.ok:
+        raise make_error(reply.error, f"{party}: {reply.message}")
+    return decode(reply.value, kind)
+
+
+def reply_state(results: Sequence[bytes]) -> Literal["ok", "failed", "dirty"]:
+    """What a replica's host must know of its workers' replies to a commit: `dirty` means it must not generate.
+
+    Workers of which some took the version and some did not are a mixture too.
+    """
+    replies = [decode(result, Reply) for result in results]
+    num_ok = sum(reply.ok for reply in replies)
+    if any(reply.dirty for reply in replies) or 0 < num_ok < len(replies):
+        return "dirty"
+    return "ok" if num_ok else "failed"
+
+
+class ReplicaTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What one version did to one replica, and when. Seconds; times of workers are those of the slowest."""
+
+    is_staged: bool
+    """Pulled beside generation; else in the pause."""
+    pull_at_s: float
+    """From the request to sync until the first byte could be read."""
+    pull_s: float
+    attest_s: float
+    live_at_s: float
+    """From the request to sync until the replica went on with the version; the pause ends here."""
+    drain_s: float
+    pause_s: float
+
+
+class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one version cost on its way to the engines. Times in seconds, of the slowest party."""
+
+    version: Version
+    pack_s: float
+    """What the learner waited for."""
+    seal_s: float
+    """Digests of the packed bytes, beside training."""
+    lease_s: float
+    """From the request for the version until its first byte could be read: mostly the wait for the seal."""
+    pull_s: float
+    pull_by_source: dict[int, float]
+    """Learner rank -> slowest pull from it."""
+    pull_bytes_per_s: float
+    """Of the slowest worker."""
+    attest_s: float
+    drain_s: float
+    """From asking an engine to pause until the step under way had ended."""
+    pause_s: float
+    """Longest time any replica stood still."""
+    commit_s: float
+    resume_s: float
+    """At the end of the pause: from the workers' answers until the engine went on."""
+    end_to_end_s: float
+    """From the request to sync until the last replica was live."""
+    nbytes: int
+    num_runs: int
+    num_retries: int
+    num_stalls: int
+    """Sources that a replica could not read from another one as planned."""
+    version_lag: int
+    """This version minus the oldest that a live replica generates with at the end of the sync."""
+    replicas_live: int
+    replicas_skipped: int
+    counters: dict[str, int]
+    """Allocations, registrations, sockets, ... since the epoch opened; must not grow after the first sync."""
+    replicas: dict[str, ReplicaTimes]
+    """By name, of the replicas that took the version."""
+
+
+class RelayHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """How a successor finds a receiver's shadow and progress."""
+
+    owner: str
+    """Name for messages, "replica/worker"."""
+    shadow: IpcHandle
+    progress: IpcHandle
+    layout: str
+
+
+def manifest_to_bytes(manifest: Manifest) -> bytes:
+    """Canonical msgpack, digest included."""
+    return msgspec.msgpack.encode(manifest)
+
+
+def manifest_from_bytes(data: bytes, *, max_bytes: int = MAX_MANIFEST_BYTES) -> Manifest:
+    """Decode a manifest. It is typed afterwards but not trusted: call `verify_manifest`.
+
+    Raises:
+        PlanMismatch: too large, not msgpack, or fields missing or of the wrong type.
+    """
+    if len(data) > max_bytes:
+        raise PlanMismatch(f"manifest has {len(data)} bytes, at most {max_bytes} are accepted; check who sent it")
+    try:
+        return decode_typed(data, Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PlanMismatch(f"manifest of {len(data)} bytes cannot be decoded: {error}; do both sides match?") from error
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    nonce: bytes
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
+    version: int
+    worker: int
+    ttl_s: float
+
+
+class RenewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
+    lease_id: int
+    ttl_s: float
+
+
+class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    lease_id: int
+    slot: int
+    generation: int
+
+
+class DropRequest(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
+    """End the lease that I have, if I have one: perhaps the answer to a question that I waited for no longer."""
+
+
+class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
+    version: int
+    deadline_s: float
+
+
+class PollRequest(msgspec.Struct, frozen=True, kw_only=True, tag="poll"):
+    version: int
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    version: int
+    is_done: bool
+
+
+class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):
+    """The version is packed and being sealed: ask again in a moment."""
+
+
+class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
+    """From the next pull on, bring the sources in this order, and some of them from another replica. A pull that is
+    under way ends."""
+
+    order: tuple[int, ...]
+    relayed: tuple[int, ...]
+    predecessor: RelayHandle | None
+    is_read: bool
+    """Somebody reads from you."""
+
+
+class Linked(msgspec.Struct, frozen=True, kw_only=True, tag="linked"):
+    is_relayed: bool
+    """False if the predecessor's memory cannot be mapped: everything comes from the learners."""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    session: bytes
+
+
+class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+    lease_id: int
+    slot: int
+    generation: int
+    digests: tuple[int, ...]
+    """One per run of the asking worker on this rank, in plan order; empty if the run does not verify."""
+    seal_s: float
+    """What digesting and sealing the version took, beside training."""
+
+
+class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag="renewed"):
+    pass
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
+    is_intact: bool
+    """The slot still holds what was leased, so what was read is whole."""
+
+
+class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped"):
+    pass
+
+
+class PairMeet(msgspec.Struct, frozen=True, kw_only=True, tag="pair_meet"):
+    """Build group `group` (a nonce) of two, or go on building it: what my store holds that yours may lack."""
+
+    group: bytes
+    entries: dict[str, bytes]
+
+
+class PairSend(msgspec.Struct, frozen=True, kw_only=True, tag="pair_send"):
+    """Send these parts of a slot over the group, each as a message of its own, in this order."""
+
+    group: bytes
+    number: int
+    """Counts the orders given to this group, from 0, so that a repeated one is not carried out twice."""
+    slot: int
+    ranges: tuple[tuple[int, int], ...]
+    """(offset in the slot, bytes)."""
+
+
+class PairWatch(msgspec.Struct, frozen=True, kw_only=True, tag="pair_watch"):
+    """How far are you, and does the group still stand?"""
+
+    group: bytes
+
+
+class PairDrop(msgspec.Struct, frozen=True, kw_only=True, tag="pair_drop"):
+    """Abort the group; I have left it."""
+
+    group: bytes
+
+
+class PairMet(msgspec.Struct, frozen=True, kw_only=True, tag="pair_met"):
+    entries: dict[str, bytes]
+    error: str
+    """Why the group will not come about; empty while it may."""
+
+
+class PairState(msgspec.Struct, frozen=True, kw_only=True, tag="pair_state"):
+    num_sent: int
+    """Orders carried out."""
+    error: str
+    """Why the group fell; empty while it stands."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    error: str
+    message: str
+
+
+TransportRequest = PairMeet | PairSend | PairWatch | PairDrop
+"""What a two-sided transport asks; `PublisherEnd.answer` answers."""
+
+
+TransportResponse = PairMet | PairState
+
+
+Request = (
+    Hello
+    | LeaseRequest
+    | RenewRequest
+    | ReleaseRequest
+    | DropRequest
+    | PrefetchRequest
+    | PollRequest
+    | LinkRequest
+    | TransportRequest
+)
+
+
+Response = (
+    Welcome | LeaseGranted | Pending | Renewed | Released | Dropped | Progress | Linked | Refused | TransportResponse
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    run_id: str
+    epoch: int
+    sender: str
+    session: bytes
+    seq: int
+    request_id: int
+    request: Request
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    session: bytes
+    """Of the asker; for a welcome, the nonce of its hello."""
+    request_id: int
+    response: Response

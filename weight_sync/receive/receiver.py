@@ -1,0 +1,506 @@
+"""An engine worker's end: pulls a version in the background and commits it between two steps of the engine.
+
+    bake ─> open(epoch) ─> prefetch(v) ─> commit(v) ─> prefetch(v+1) ─> ... ─> close
+
+    A control thread of the worker's own answers prefetch and poll: neither waits for a turn of the engine's loop.
+    staged:  prefetch pulls into a shadow block in a background thread while the engine generates, and verifies it;
+             commit copies shadow -> parameters on the device. A failure leaves the old weights whole.
+    inplace: prefetch only leases, so that the version stays; commit pulls straight into the parameters and verifies.
+             A failure leaves a mixture: the worker is dirty until a full commit succeeds.
+
+Parameters are written through byte views of their storage: addresses never change (captured graphs hold them), and it
+does not matter whether the engine made them in inference mode.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from weight_sync.channel import ControlServer, Membership
+from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, ReplicaDirty, WeightSyncError
+from weight_sync.messages import (
+    BakeRequest,
+    Linked,
+    LinkRequest,
+    OpenReceiver,
+    PollRequest,
+    PrefetchRequest,
+    Progress,
+    PullReport,
+    ReadBack,
+    ReceiverInfo,
+    Request,
+    Response,
+    RunDigests,
+    WorkerStatus,
+    answer,
+    decode,
+    encode,
+)
+from weight_sync.node import node_id, reachable_host
+from weight_sync.receive.recorder import Recorded, record
+from weight_sync.receive.sources import Deadline, Host, Pulled, ReceiverEpoch, open_epoch
+from weight_sync.receive.staging import Reloads, parameter_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from weight_sync.device.base import Backend
+    from weight_sync.plan.types import ParamMeta, WorkerLayout
+    from weight_sync.receive.quantized import Reloader
+
+
+log = logging.getLogger(__name__)
+
+SLACK_S = 5.0
+"""A pull outlives its deadline by this much. Whoever asked for it notices a little late that the deadline has passed,
+and asks again: what the first attempt brought is not to be thrown away in between."""
+ABORT_WAIT_S = 30.0
+"""How long an aborted pull may take to notice: one batch of copies."""
+
+
+class Prefetch:
+    """Brings `version` into the shadow block; in place it takes the leases only. Starts at once."""
+
+    def __init__(self, epoch: ReceiverEpoch, host: Host, version: int, *, deadline_s: float) -> None:
+        self.version = version
+        self._epoch = epoch
+        self._host = host
+        self._give_up = Deadline(host.clock() + deadline_s + SLACK_S, self._check)
+        self._deadline_s = deadline_s
+        self._is_aborted = threading.Event()
+        self._outcome: Pulled | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"weight-sync-prefetch-{version}", daemon=True)
+        self._thread.start()
+
+    def extend(self, deadline_s: float) -> bool:
+        """A retry wants the same version, and has until `deadline_s` from now. False if there is nothing to join: the
+        pull failed, or is about to, since its time is over."""
+        if self._outcome is not None:
+            return not isinstance(self._outcome, BaseException)
+        now = self._host.clock()
+        if now >= self._give_up.at:
+            return False
+        self._give_up.at = max(self._give_up.at, now + deadline_s + SLACK_S)
+        return True
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def outcome(self) -> Pulled | None:
+        """What it cost; None while it runs.
+
+        Raises:
+            WeightSyncError: what made it fail.
+        """
+        match self._outcome:
+            case WeightSyncError() as error:
+                raise error
+            case BaseException() as error:
+                raise WeightSyncError(f"the pull of version {self.version} failed: {error!r}") from error
+            case outcome:
+                return outcome
+
+    def wait(self, timeout_s: float) -> Pulled:
+        """
+        Raises:
+            PullTimeout: it still runs after `timeout_s`.
+        """
+        self._thread.join(max(0.0, timeout_s))
+        outcome = self.outcome()
+        if outcome is None:
+            raise PullTimeout(f"version {self.version} is still being pulled after {timeout_s:.1f} s more")
+        return outcome
+
+    def abort(self) -> bool:
+        """Stop and wait for the thread. False if it does not end, so that what it uses must not be freed."""
+        self._is_aborted.set()
+        self._thread.join(ABORT_WAIT_S)
+        if self._thread.is_alive():
+            log.error("the pull of version %d did not stop within %.0f s", self.version, ABORT_WAIT_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            if self._host.device.index is not None:
+                self._host.backend.set_device(self._host.device.index)
+            if self._epoch.landing.is_staged:
+                self._outcome = self._epoch.pull(self.version, give_up=self._give_up)
+            else:
+                self._epoch.lease(self.version, give_up=self._give_up, ttl_s=self._deadline_s)
+                self._outcome = Pulled()
+        except BaseException as error:  # noqa: BLE001 - a thread's edge: `outcome` raises it again in the caller's thread
+            # At once: giving things back takes a while, and a retry that comes meanwhile must not join.
+            self._outcome = error
+            self._epoch.give_up()
+
+    def _check(self) -> None:
+        if self._is_aborted.is_set():
+            raise WeightSyncError(f"the pull of version {self.version} was aborted")
+
+
+COMMIT_WAIT_S = 5.0
+"""How long a pull waits for the end of a commit, which takes milliseconds."""
+
+
+class WeightReceiver:
+    """See the module docstring. Called by the worker's RPC loop and by its own control thread."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        backend: Backend,
+        *,
+        worker: int,
+        reloader: Reloader | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`reloader` loads modules whose live weights are derived; without it such engines are refused."""
+        self._model = model
+        self._backend = backend
+        self._worker = worker
+        self._reloader = reloader
+        self._recorded: Recorded | None = None
+        self._clock = clock
+        device = next((p.device for p in model.parameters()), torch.device(backend.torch_device))
+        if device.index is not None:
+            # Drivers keep a current device per thread, and the control thread has not chosen one.
+            backend.set_device(device.index)
+        self._host = Host(model=model, backend=backend, worker=worker, device=device, clock=clock)
+        self._epoch: ReceiverEpoch | None = None
+        self._server: ControlServer | None = None
+        self._prefetch: Prefetch | None = None
+        self._prefetch_lock = threading.RLock()
+        self._commit_lock = threading.Lock()
+        self._live_version: int | None = None
+        self._is_dirty = False
+
+    @property
+    def is_dirty(self) -> bool:
+        """The parameters are a mixture of versions: the engine must not generate from them."""
+        return self._is_dirty
+
+    @property
+    def live_version(self) -> int | None:
+        """The version the parameters hold; None before the first commit and while dirty."""
+        return None if self._is_dirty else self._live_version
+
+    def bake(self, params: Sequence[ParamMeta]) -> WorkerLayout:
+        """Let the engine's own loader show where every checkpoint element lands. Writes nothing."""
+        self._recorded = record(self._model, params, worker=self._worker, reloader=self._reloader)
+        return self._recorded.layout
+
+    def open(self, request: OpenReceiver) -> ReceiverInfo:
+        """Map the arenas, build the copies, say hello and pull every publisher's probe. Closes an earlier epoch.
+
+        Raises:
+            PlanMismatch: a digest of the manifest differs, or a run does not fit the parameters.
+            TransportUnusable: an arena cannot be mapped, or its probe arrives broken.
+            PublisherLost: a publisher does not answer.
+            PullTimeout: the probes did not arrive within `request.deadline_s`.
+        """
+        self.close()
+        started = self._clock()
+        epoch = open_epoch(request, self._host, reloads=self._reloads())
+        try:
+            epoch.reach_all(deadline_s=request.deadline_s)
+            membership = Membership(run_id=request.run_id, epoch=request.epoch, secret=request.secret)
+            host = reachable_host() if request.host is None else request.host
+            server = ControlServer(self._handle, membership, host=host)
+        except BaseException:
+            epoch.close()
+            raise
+        self._epoch, self._server = epoch, server
+        # Versions of another epoch may be other weights under the same number.
+        self._live_version = None
+        return ReceiverInfo(
+            worker=self._worker,
+            manifest_digest=epoch.manifest_digest,
+            commit="staged" if epoch.landing.is_staged else "inplace",
+            shadow_bytes=0 if epoch.landing.shadow is None else epoch.landing.shadow.nbytes,
+            pull_bytes=epoch.plan.nbytes,
+            probe_s=self._clock() - started,
+            endpoint=server.endpoint,
+            node=node_id(),
+            transports=epoch.transports,
+            reasons=epoch.reasons,
+            relay=epoch.relay_handle,
+        )
+
+    def prefetch(self, version: int, *, deadline_s: float) -> None:
+        """Start to bring `version` here and return at once. `poll` tells when it is done.
+
+        Asking again for a version that is under way or has arrived only gives it more time, so a retry is safe.
+        """
+        # What a commit reads must not be overwritten under it.
+        if not self._commit_lock.acquire(timeout=min(deadline_s, COMMIT_WAIT_S)):
+            raise WeightSyncError(f"worker {self._worker} is still committing a version; prefetch {version} after that")
+        try:
+            with self._prefetch_lock:
+                epoch = self._opened()
+                if self._prefetch is not None:
+                    if self._prefetch.version == version and self._prefetch.extend(deadline_s):
+                        return
+                    if not self.abort():
+                        raise WeightSyncError(
+                            f"worker {self._worker}: an earlier pull does not stop and still writes where version "
+                            f"{version} would land; the engine must be restarted"
+                        )
+                self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
+        finally:
+            self._commit_lock.release()
+
+    def poll(self, version: int) -> bool:
+        """Whether the prefetch of `version` is done.
+
+        Raises:
+            WeightSyncError: what made it fail (the parameters are untouched), or there is none.
+        """
+        with self._prefetch_lock:
+            prefetch = self._prefetch
+        if prefetch is None or prefetch.version != version:
+            raise WeightSyncError(f"worker {self._worker} has no prefetch of version {version}; call prefetch first")
+        return prefetch.outcome() is not None
+
+    def commit(self, version: int, *, deadline_s: float) -> PullReport:
+        """Make `version` the live weights; nothing to do if it is. The engine must not step meanwhile.
+
+        Raises:
+            PullTimeout, PublisherLost, DigestMismatch, LeaseExpired, VersionUnavailable: after a failure in place the
+                worker `is_dirty`; after one of a staged prefetch it still holds the old weights.
+        """
+        with self._commit_lock:
+            return self._commit(version, deadline_s)
+
+    def _commit(self, version: int, deadline_s: float) -> PullReport:
+        epoch = self._opened()
+        if self.live_version == version:
+            self._drop_prefetch_of(version)  # a retry's, which another worker needs
+            return self._report(version, Pulled(), commit_s=0.0, has_moved=False)
+        give_up = Deadline(self._clock() + deadline_s)
+        pulled = self._finish_prefetch(version, give_up.at)
+        if epoch.landing.is_staged and pulled is None:
+            raise WeightSyncError(f"version {version} was not prefetched by worker {self._worker}; prefetch it first")
+        try:
+            epoch.check_addresses()
+            # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
+            self._backend.synchronize()
+            started = self._clock()
+            if epoch.landing.is_staged:
+                self._is_dirty = True
+                epoch.copy_from_shadow()
+            else:
+                # Whatever the learners refuse, they refuse before a byte is written.
+                epoch.lease(version, give_up=give_up, ttl_s=deadline_s)
+                self._is_dirty = True
+                pulled = epoch.pull(version, give_up=give_up)
+        except BaseException:
+            epoch.give_up()
+            raise
+        if epoch.landing.fallback is not None:
+            epoch.landing.fallback.reload()
+        self._backend.synchronize()
+        self._is_dirty = False
+        self._live_version = version
+        assert pulled is not None
+        return self._report(version, pulled, commit_s=self._clock() - started, has_moved=True)
+
+    def forget(self) -> None:
+        """What the parameters hold is gone (the engine slept): the next commit writes them, whatever its version."""
+        self._live_version = None
+
+    def abort(self) -> bool:
+        """Stop a prefetch and forget what arrived; parameters are untouched. Idempotent. False if it does not stop."""
+        with self._prefetch_lock:
+            if self._prefetch is None:
+                return True
+            if not self._prefetch.abort():
+                return False  # kept, so that nobody takes its memory for free
+            self._prefetch = None
+            if self._epoch is not None:
+                self._epoch.drop_leases()
+            return True
+
+    def parameter_digests(self) -> RunDigests:
+        """Digest of every run as the live parameters hold it now.
+
+        Raises:
+            ReplicaDirty: the parameters are a mixture.
+            DigestMismatch: a module that the engine loads itself does not hold what a reload of the same tensors gives.
+        """
+        epoch = self._opened()
+        if self._is_dirty:
+            raise ReplicaDirty(f"worker {self._worker} failed in the middle of a commit; commit a version again first")
+        fallback = epoch.landing.fallback
+        if fallback is not None and (wrong := fallback.verify()):
+            raise DigestMismatch(f"worker {self._worker}: a second reload of {', '.join(wrong)} gives other weights")
+        return RunDigests(version=self._live_version, by_rank=epoch.live_digests())
+
+    def read_back(self, names: Sequence[str]) -> dict[str, bytes]:
+        """The bytes of engine parameters as they are now.
+
+        Raises:
+            PlanMismatch: the engine has no such parameter.
+        """
+        views = parameter_bytes(self._model)
+        unknown = [name for name in names if name not in views]
+        if unknown:
+            raise PlanMismatch(f"engine has no parameters {unknown}, it has {sorted(views)}")
+        return {name: views[name].cpu().numpy().tobytes() for name in names}
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(
+            worker=self._worker,
+            open=self._epoch is not None,
+            live_version=self.live_version,
+            dirty=self._is_dirty,
+            prefetching=self._prefetch is not None and self._prefetch.is_running,
+            counters=self.counters() if self._epoch is not None else {},
+        )
+
+    def counters(self) -> dict[str, int]:
+        """What was allocated, mapped and opened since the epoch began."""
+        return self._opened().counters()
+
+    def close(self) -> None:
+        """Abort, unmap, hang up. The parameters stay as they are. Idempotent.
+
+        Raises:
+            DeviceError: (or another) one thing could not be closed; everything else is.
+        """
+        server, self._server = self._server, None
+        try:
+            if server is not None:
+                server.close()
+        finally:
+            has_stopped = self.abort()
+            epoch, self._epoch = self._epoch, None
+            if epoch is not None and has_stopped:
+                epoch.close()
+
+    def _drop_prefetch_of(self, version: int) -> None:
+        with self._prefetch_lock:
+            if self._prefetch is not None and self._prefetch.version == version:
+                self.abort()
+
+    def _handle(self, sender: str, request: Request) -> Response:
+        """Answer the coordinator. Runs in the control thread."""
+        match request:
+            case PrefetchRequest(version=version, deadline_s=deadline_s):
+                self.prefetch(version, deadline_s=deadline_s)
+                return Progress(version=version, is_done=self.poll(version))
+            case LinkRequest():
+                return Linked(is_relayed=self._link(request))
+            case PollRequest(version=version):
+                return Progress(version=version, is_done=self.poll(version))
+            case _:
+                raise ValueError(f"{sender} sent a {type(request).__name__}, which an engine worker does not answer")
+
+    def _link(self, request: LinkRequest) -> bool:
+        """Links change between two syncs, so a pull that is under way is nobody's any more and ends: with its old links
+        among the new ones of the others it could close a circle, and the memory that it reads may be about to go."""
+        with self._prefetch_lock:
+            epoch = self._opened()
+            if self._prefetch is not None and self._prefetch.is_running and not self.abort():
+                raise WeightSyncError(
+                    f"worker {self._worker}: a pull does not stop and still reads by its old links; the engine must be "
+                    "restarted"
+                )
+            return epoch.link(request)
+
+    def _report(self, version: int, pulled: Pulled, *, commit_s: float, has_moved: bool) -> PullReport:
+        plan = self._opened().plan
+        return PullReport(
+            worker=self._worker,
+            version=version,
+            lease_s=pulled.lease_s,
+            seal_s=pulled.seal_s,
+            pull_s=pulled.pull_s,
+            pull_by_source=pulled.seconds_by_source(),
+            attest_s=pulled.attest_s,
+            commit_s=commit_s,
+            nbytes=plan.nbytes if has_moved else 0,
+            num_runs=len(plan.runs) if has_moved else 0,
+            num_retries=pulled.num_retries,
+            num_stalls=pulled.num_stalls,
+            counters=self.counters(),
+        )
+
+    def _reloads(self) -> Reloads | None:
+        if self._reloader is None or self._recorded is None:
+            return None
+        return Reloads(self._model, self._reloader, self._recorded.reloaded)
+
+    def _opened(self) -> ReceiverEpoch:
+        if self._epoch is None:
+            raise WeightSyncError(f"worker {self._worker} has no open epoch; the coordinator must open it first")
+        return self._epoch
+
+    def _finish_prefetch(self, version: int, give_up: float) -> Pulled | None:
+        """What the prefetch of `version` brought; None if there was none. It is used up."""
+        with self._prefetch_lock:
+            prefetch = self._prefetch
+            if prefetch is None or prefetch.version != version:
+                return None
+        outcome = prefetch.wait(give_up - self._clock())
+        with self._prefetch_lock:
+            self._prefetch = None
+        return outcome
+
+
+class WorkerService:
+    """Forwards to a receiver, which is made with the first call so that a failure to make it is answered too."""
+
+    def __init__(self, make_receiver: Callable[[], WeightReceiver]) -> None:
+        self._make_receiver = make_receiver
+        self._receivers: list[WeightReceiver] = []
+
+    def bake(self, request: bytes) -> bytes:
+        """`BakeRequest` -> `WorkerLayout`."""
+        return self._answer(lambda receiver: receiver.bake(decode(request, BakeRequest).params))
+
+    def open(self, request: bytes) -> bytes:
+        """`OpenReceiver` -> `ReceiverInfo`."""
+        return self._answer(lambda receiver: receiver.open(decode(request, OpenReceiver)))
+
+    def commit(self, version: int, deadline_s: float) -> bytes:
+        """Make a version live -> `PullReport`. The engine must be paused."""
+        return self._answer(lambda receiver: receiver.commit(version, deadline_s=deadline_s))
+
+    def abort(self) -> bytes:
+        """Stop a prefetch -> whether it stopped."""
+        return self._answer(lambda receiver: receiver.abort())
+
+    def forget(self) -> bytes:
+        """The parameters hold no version any more."""
+        return self._answer(lambda receiver: receiver.forget())
+
+    def digests(self) -> bytes:
+        """`RunDigests` of the live parameters."""
+        return self._answer(lambda receiver: receiver.parameter_digests())
+
+    def read_back(self, names: list[str]) -> bytes:
+        """Bytes of live parameters -> `ReadBack`."""
+        return self._answer(lambda receiver: ReadBack(params=receiver.read_back(names)))
+
+    def status(self) -> bytes:
+        """`WorkerStatus`."""
+        return self._answer(lambda receiver: receiver.status())
+
+    def close(self) -> bytes:
+        """Unmap and hang up; the weights stay."""
+        return self._answer(lambda receiver: receiver.close())
+
+    def _answer(self, call: Callable[[WeightReceiver], object]) -> bytes:
+        return answer(lambda: encode(call(self._receiver())), is_dirty=lambda: any(r.is_dirty for r in self._receivers))
+
+    def _receiver(self) -> WeightReceiver:
+        if not self._receivers:
+            self._receivers.append(self._make_receiver())
+        return self._receivers[0]

@@ -1,0 +1,535 @@
+"""What a worker reads from in one epoch: learners and relays, the leases on their slots, and the pull itself.
+
+A version arrives source by source, from the learner or from another replica that has it already: pull the pieces,
+compare the digest of each run with the learner's, pull that source once more (from the learner) if one differs, then
+give the leases back and ask whether the slots still are what was leased. Only then do the bytes count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+import torch
+import zmq
+
+from weight_sync.channel import ControlClient, Membership
+from weight_sync.errors import (
+    DigestMismatch,
+    LeaseExpired,
+    PlanMismatch,
+    PublisherLost,
+    PullTimeout,
+    TransportUnusable,
+    WeightSyncError,
+)
+from weight_sync.messages import (
+    Dropped,
+    DropRequest,
+    LeaseGranted,
+    LeaseRequest,
+    Pending,
+    Released,
+    ReleaseRequest,
+    Renewed,
+    RenewRequest,
+    manifest_from_bytes,
+)
+from weight_sync.node import node_id, reachable_host
+from weight_sync.plan.planner import verify_manifest
+from weight_sync.receive.relay import RelayEnds
+from weight_sync.receive.staging import Landing, Reloads, Residence, build_landing, parameter_bytes
+from weight_sync.transports.base import OnArrived, Piece, ReceiverEnd
+from weight_sync.transports.select import Reach
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from weight_sync.device.base import Backend, Digester, Mover
+    from weight_sync.messages import LinkRequest, OpenReceiver, PublisherInfo, RelayHandle, Request
+    from weight_sync.plan.types import Manifest, PullPlan
+
+
+SILENCE_S = 10.0
+"""Publishers answer from a thread of their own, at once; one that is silent for this long is lost."""
+LAST_WORD_S = 0.2
+"""For a question at the end of a deadline, or after a failure."""
+PENDING_S = 0.001
+"""Between two looks at a version that is being sealed, which takes milliseconds."""
+
+R = TypeVar("R")
+
+
+def _is_wanted() -> None:
+    pass
+
+
+@dataclass(slots=True)
+class Deadline:
+    """How long something is waited for."""
+
+    at: float
+    """By the receiver's clock. May still be moved, by a retry that joins what its first attempt began."""
+    check: Callable[[], None] = _is_wanted
+    """Raises once nobody wants it any more; looked at all the while."""
+
+
+class Source(NamedTuple):
+    """One publisher this worker reads from."""
+
+    info: PublisherInfo
+    client: ControlClient
+    pieces: tuple[Piece, ...]
+    runs: tuple[int, ...]
+    """Indices into the plan's runs."""
+
+
+class Leases:
+    """Leases on one version at all sources. Used by one thread at a time."""
+
+    def __init__(
+        self, sources: Mapping[int, Source], *, worker: int, holder: str, ttl_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._sources = sources
+        self._worker = worker
+        self._holder = holder
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._granted: dict[int, LeaseGranted] = {}
+        self._asked = set[int]()
+        """Sources that may hold a lease for us, with or without our having waited for it."""
+        self._version: int | None = None
+        self._renew_at = 0.0
+        self._held_s = ttl_s
+
+    def __getitem__(self, rank: int) -> LeaseGranted:
+        return self._granted[rank]
+
+    def take(self, version: int, *, give_up: Deadline, ttl_s: float | None = None) -> None:
+        """Hold `version` at every source, so that it is not superseded before it is pulled. What is held already and
+        still alive is renewed.
+
+        Raises:
+            VersionUnavailable, PublisherLost, PullTimeout.
+        """
+        if self._version == version:
+            with contextlib.suppress(LeaseExpired):
+                self.renew(give_up, ttl_s=ttl_s)
+                return
+        self.drop()
+        self._held_s = self._ttl_s if ttl_s is None else ttl_s
+        for rank in self._sources:
+            self._granted[rank] = self._lease(rank, version, give_up)
+        self._version = version
+        self._renew_at = self._clock() + self._ttl_s / 2
+
+    def renew_if_due(self, give_up: Deadline) -> None:
+        """
+        Raises:
+            LeaseExpired, PublisherLost, PullTimeout.
+        """
+        if self._clock() >= self._renew_at:
+            self.renew(give_up)
+
+    def renew(self, give_up: Deadline, *, ttl_s: float | None = None) -> None:
+        """Let what is held live `ttl_s` from now; None keeps the length it was taken with."""
+        self._held_s = self._held_s if ttl_s is None else max(self._held_s, ttl_s)
+        for rank, lease in self._granted.items():
+            self._ask(rank, RenewRequest(lease_id=lease.lease_id, ttl_s=self._held_s), Renewed, give_up)
+        self._renew_at = self._clock() + self._ttl_s / 2
+
+    def settle(self, version: int, give_up: Deadline) -> None:
+        """Give everything back and learn whether what was read is whole.
+
+        Raises:
+            LeaseExpired: a slot was packed again while we read it.
+            PublisherLost, PullTimeout: that cannot be known.
+        """
+        for rank, lease in list(self._granted.items()):
+            ask = ReleaseRequest(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
+            released = self._ask(rank, ask, Released, give_up)
+            del self._granted[rank]
+            self._asked.discard(rank)
+            if not released.is_intact:
+                raise LeaseExpired(
+                    f"{self._holder} read version {version} from slot {lease.slot} of learner {rank} for longer than "
+                    "its lease, and the slot was packed again meanwhile; what was read is torn and is not committed"
+                )
+        self._version = None
+
+    def drop(self) -> None:
+        """Give back what is held, or granted to a question that was given up, as far as publishers still answer; the
+        rest expires."""
+        for rank in self._asked:
+            with contextlib.suppress(WeightSyncError):
+                self._sources[rank].client.ask(DropRequest(), Dropped, deadline_s=LAST_WORD_S)
+        self._asked.clear()
+        self._granted.clear()
+        self._version = None
+
+    def _lease(self, rank: int, version: int, give_up: Deadline) -> LeaseGranted:
+        ask = LeaseRequest(version=version, worker=self._worker, ttl_s=self._held_s)
+        self._asked.add(rank)
+        while True:
+            answer = self._ask(rank, ask, msgspec.Struct, give_up)
+            if isinstance(answer, LeaseGranted):
+                return answer
+            if not isinstance(answer, Pending):
+                raise WeightSyncError(f"learner {rank} answered a lease request with {type(answer).__name__}")
+            give_up.check()
+            if self._clock() >= give_up.at:
+                raise PullTimeout(f"{self._holder}: learner {rank} did not seal version {version} in time")
+            time.sleep(PENDING_S)
+
+    def _ask(self, rank: int, request: Request, kind: type[R], give_up: Deadline) -> R:
+        """
+        Raises:
+            PublisherLost: no answer within `SILENCE_S`.
+            PullTimeout: none either, and there was less time than that.
+            Exception: what `give_up.check` raises.
+        """
+        patience_s = min(SILENCE_S, max(give_up.at - self._clock(), LAST_WORD_S))
+        try:
+            return self._sources[rank].client.ask(request, kind, deadline_s=patience_s, check=give_up.check)
+        except PublisherLost as error:
+            if patience_s >= SILENCE_S:
+                raise
+            raise PullTimeout(
+                f"{self._holder}: only {patience_s:.1f} s were left to ask learner {rank}, which says nothing about "
+                f"whether it lives: {error}"
+            ) from error
+
+
+class Pulled(NamedTuple):
+    """What bringing one version cost."""
+
+    lease_s: float = 0.0
+    """From the request until every learner had sealed the version."""
+    pull_s: float = 0.0
+    attest_s: float = 0.0
+    seal_s: float = 0.0
+    num_retries: int = 0
+    num_stalls: int = 0
+    by_source: tuple[tuple[int, float], ...] = ()
+    """(learner rank, seconds of its pull); twice where a digest differed."""
+
+    def seconds_by_source(self) -> dict[int, float]:
+        seconds: dict[int, float] = {}
+        for rank, spent_s in self.by_source:
+            seconds[rank] = seconds.get(rank, 0.0) + spent_s
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The worker process that an epoch lives in."""
+
+    model: torch.nn.Module
+    backend: Backend
+    worker: int
+    device: torch.device
+    clock: Callable[[], float]
+
+
+def open_epoch(request: OpenReceiver, host: Host, *, reloads: Reloads | None = None) -> ReceiverEpoch:
+    """Re-hash the manifest and prepare every copy.
+
+    Raises:
+        PlanMismatch: a digest differs, or a run does not fit the parameters.
+        DeviceError: no memory for what was asked for.
+    """
+    manifest = manifest_from_bytes(request.manifest)
+    verify_manifest(manifest)
+    for info in request.publishers:
+        if info.manifest_digest != manifest.digest:
+            raise PlanMismatch(
+                f"learner {info.rank} agreed to manifest {info.manifest_digest[:12]}, this worker got "
+                f"{manifest.digest[:12]}; every party must open the same epoch"
+            )
+    plan = plan_of(manifest, host.worker)
+    missing = {run.src_rank for run in plan.runs} - {info.rank for info in request.publishers}
+    if missing:
+        raise PlanMismatch(f"worker {host.worker} reads from learners {sorted(missing)}, which did not open")
+    views = parameter_bytes(host.model)
+    landing = build_landing(plan, views, host.backend, commit=request.commit, reloads=reloads, params=manifest.params)
+    try:
+        return ReceiverEpoch(request, manifest, landing=landing, host=host)
+    except BaseException:
+        landing.close()
+        raise
+
+
+def plan_of(manifest: Manifest, worker: int) -> PullPlan:
+    """
+    Raises:
+        PlanMismatch: the manifest does not know this worker.
+    """
+    for plan in manifest.pull:
+        if plan.worker == worker:
+            return plan
+    raise PlanMismatch(f"the manifest has workers {[plan.worker for plan in manifest.pull]}, this is worker {worker}")
+
+
+class ReceiverEpoch:
+    """See the module docstring. `open_epoch` builds it."""
+
+    def __init__(self, request: OpenReceiver, manifest: Manifest, *, landing: Landing, host: Host) -> None:
+        self.plan = plan_of(manifest, host.worker)
+        self.manifest_digest = manifest.digest
+        self.landing = landing
+        self._request = request
+        self._host = host
+        self._holder = f"{request.replica}/{self.plan.worker}"
+        self._sources = self._connect()
+        self._reaches: dict[int, Reach] = {}
+        with ExitStack() as undo:
+            undo.callback(self._hang_up)
+            self._relay = RelayEnds.of(landing, host.backend, owner=self._holder, is_wanted=request.relay)
+            undo.callback(self._relay.close)
+            self._leases = Leases(
+                self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
+            )
+            self._arrived = self._digesters_of(landing.arrivals) if request.verify else {}
+            self._residence = Residence(host.model, landing.written)
+            self._mover: Mover = host.backend.mover(landing.moves)
+            undo.pop_all()
+
+    @property
+    def transports(self) -> dict[int, str]:
+        """Learner rank -> how its slots are read."""
+        return {rank: reach.transport for rank, reach in self._reaches.items()}
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why a better way is not used."""
+        return tuple(f"learner {rank} by {why}" for rank, reach in self._reaches.items() for why in reach.reasons)
+
+    @property
+    def relay_handle(self) -> RelayHandle | None:
+        return self._relay.handle
+
+    def reach_all(self, *, deadline_s: float) -> None:
+        """Greet every source, and read the pattern it shows before its first version, by the best way that works.
+
+        Raises:
+            TransportUnusable: there is no such way.
+            PublisherLost: no answer.
+            PullTimeout: the patterns did not arrive within `deadline_s`.
+        """
+        give_up = self._host.clock() + deadline_s
+        node, own = node_id(), self._request.host
+        host = reachable_host() if own is None else own
+        # Before the patterns, which may take all the time: a learner that has none left to answer in is not lost.
+        for source in self._sources.values():
+            left_s = give_up - self._host.clock()
+            source.client.hello(deadline_s=min(SILENCE_S, max(left_s, LAST_WORD_S)))
+        for rank, source in self._sources.items():
+            self._reaches[rank] = Reach(
+                self._host.backend,
+                rank,
+                source.info.arenas,
+                line=source.client,
+                same_node=source.info.node == node,
+                host=host,
+                probe=partial(self._probe, source, give_up),
+            )
+
+    def link(self, request: LinkRequest) -> bool:
+        """Read the sources in another order, some of them from another replica. Whether that replica can be read.
+
+        Raises:
+            PlanMismatch: these are not our sources.
+        """
+        if sorted(request.order) != sorted(self._sources) or not set(request.relayed) <= set(request.order):
+            raise PlanMismatch(f"{self._holder} reads from {sorted(self._sources)}, was told {request.order}")
+        self._sources = {rank: self._sources[rank] for rank in request.order}
+        return self._relay.link(request)
+
+    def lease(self, version: int, *, give_up: Deadline, ttl_s: float) -> None:
+        """Hold `version` at every source, so that it is not superseded before it is pulled.
+
+        Raises:
+            VersionUnavailable, PublisherLost.
+        """
+        self._leases.take(version, give_up=give_up, ttl_s=ttl_s)
+
+    def pull(self, version: int, *, give_up: Deadline) -> Pulled:
+        """Bring `version` into the shadow (staged) or the parameters (in place), verified. Call `give_up` if it raises.
+
+        Raises:
+            PullTimeout, PublisherLost, DigestMismatch, LeaseExpired, VersionUnavailable.
+        """
+        asked = self._host.clock()
+        # First: those who read from here and are ahead wait for this version, and are told if it is given up.
+        self._relay.begin(version)
+        self._leases.take(version, give_up=give_up)
+
+        def keep_going() -> None:
+            give_up.check()
+            if self._host.clock() >= give_up.at:
+                raise PullTimeout(f"{self._holder}: version {version} did not arrive in time; it is not committed")
+            self._leases.renew_if_due(give_up)
+
+        total = Pulled(
+            lease_s=self._host.clock() - asked,
+            seal_s=max((self._leases[rank].seal_s for rank in self._sources), default=0.0),
+        )
+        for rank in self._sources:
+            total = self._pull_source(rank, version, total, keep_going)
+        if self._request.verify:
+            # After all bytes: digests read as fast as memory can, which a pull should not have to share.
+            for rank in self._sources:
+                total = self._attest_source(rank, version, total, keep_going)
+        self._leases.settle(version, give_up)
+        return total
+
+    def give_up(self) -> None:
+        """After a pull that failed: nobody is to read what arrived, and leases are given back."""
+        self._relay.give_up()
+        self._leases.drop()
+
+    def copy_from_shadow(self) -> None:
+        """Device-local copy of every run into the parameters. Asynchronous where the device is."""
+        self._mover()
+
+    def live_digests(self) -> dict[int, tuple[int, ...]]:
+        """Source rank -> digest of each of its runs, read from the live parameters, in plan order."""
+        return {rank: digester() for rank, digester in self._digesters_of(self.landing.params).items()}
+
+    def check_addresses(self) -> None:
+        """
+        Raises:
+            PlanMismatch: a parameter was rebound since the epoch opened, so writing to its old place would be in vain.
+        """
+        if moved := self._residence.moved():
+            raise PlanMismatch(
+                f"{self._holder}: parameters moved since opening: {', '.join(moved[:5])} ({len(moved)} of them); "
+                "something rebound them (sleep, quantisation, a reload): open a new epoch"
+            )
+
+    def counters(self) -> dict[str, int]:
+        num_blocks = sum(block is not None for block in (self.landing.shadow, self.landing.fallback))
+        counts = Counter(allocations=num_blocks, sockets=len(self._sources) + 1)
+        for part in (*self._reaches.values(), self._relay):
+            counts.update(part.counters())
+        return dict(counts)
+
+    def close(self) -> None:
+        """Give back, unmap, hang up and free, each whether or not the others fail; a failure is raised at the end."""
+        with ExitStack() as closing:  # from the last to the first
+            closing.callback(self.landing.close)
+            closing.callback(self._arrived.clear)
+            closing.callback(self._hang_up)
+            for reach in self._reaches.values():
+                closing.callback(reach.close)
+            closing.callback(self._relay.close)
+            closing.callback(self._leases.drop)
+
+    def drop_leases(self) -> None:
+        """Give back what is held, as far as learners still answer; the rest expires."""
+        self._leases.drop()
+
+    def _hang_up(self) -> None:
+        for source in self._sources.values():
+            source.client.close()
+
+    def _connect(self) -> dict[int, Source]:
+        infos = {info.rank: info for info in self._request.publishers}
+        member = Membership(run_id=self._request.run_id, epoch=self._request.epoch, secret=self._request.secret)
+        sources: dict[int, Source] = {}
+        for rank in sorted(self.landing.pieces):
+            client = ControlClient(
+                zmq.Context.instance(),
+                infos[rank].endpoint,
+                membership=member,
+                sender=self._holder,
+                clock=self._host.clock,
+            )
+            runs = tuple(i for i, run in enumerate(self.plan.runs) if run.src_rank == rank)
+            sources[rank] = Source(infos[rank], client, self.landing.pieces[rank], runs)
+        return sources
+
+    def _probe(self, source: Source, give_up: float, end: ReceiverEnd) -> None:
+        info = source.info
+        landing = torch.empty(info.probe_bytes, dtype=torch.uint8, device=self._host.device)
+
+        def check() -> None:
+            if self._host.clock() >= give_up:
+                raise PullTimeout(
+                    f"{self._holder} did not get its probe pattern of {info.probe_bytes} bytes in time; raise "
+                    "weight_sync.timeout_s, or look why this worker or the way to that learner is slow"
+                )
+
+        end.pull(info.rank, info.arenas[0].num_slots, [Piece(0, landing)], check=check)
+        found = self._host.backend.digest(landing)
+        if found != info.probe_digest:
+            raise TransportUnusable(
+                f"the probe pattern of {info.probe_bytes} bytes from learner {info.rank} to {self._holder} arrived "
+                f"with digest {found:016x}, written with {info.probe_digest:016x}"
+            )
+
+    def _pull_source(
+        self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None], *, is_retry: bool = False
+    ) -> Pulled:
+        clock, source, slot = self._host.clock, self._sources[rank], self._leases[rank].slot
+        reach = self._reaches[rank]
+
+        def direct(pieces: Sequence[Piece], on_arrived: OnArrived) -> None:
+            reach.pull(slot, pieces, check=keep_going, on_arrived=on_arrived)
+
+        started = clock()
+        if is_retry:
+            self._relay.restart(rank)
+        has_stalled = self._relay.pull(
+            rank, source.pieces, version=version, direct=direct, check=keep_going, may_relay=not is_retry
+        )
+        spent_s = clock() - started
+        return total._replace(
+            pull_s=total.pull_s + spent_s,
+            num_retries=total.num_retries + is_retry,
+            num_stalls=total.num_stalls + has_stalled,
+            by_source=(*total.by_source, (rank, spent_s)),
+        )
+
+    def _attest_source(self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None]) -> Pulled:
+        """Compare what arrived from a learner with what it packed; what differs is pulled once more, past relays."""
+        wrong, total = self._timed_wrong_runs(rank, total)
+        if not wrong:
+            return total
+        keep_going()
+        total = self._pull_source(rank, version, total, keep_going, is_retry=True)
+        wrong, total = self._timed_wrong_runs(rank, total)
+        if not wrong:
+            return total
+        names = sorted({self.plan.runs[i].dst_param for i in wrong})
+        num_runs = len(self._sources[rank].runs)
+        raise DigestMismatch(
+            f"{self._holder}: {len(wrong)} of {num_runs} runs from learner {rank} differ from what was packed, twice: "
+            f"{', '.join(names[:5])}; suspect the link or the memory of either host"
+        )
+
+    def _timed_wrong_runs(self, rank: int, total: Pulled) -> tuple[list[int], Pulled]:
+        started = self._host.clock()
+        wrong = self._wrong_runs(rank)
+        return wrong, total._replace(attest_s=total.attest_s + self._host.clock() - started)
+
+    def _wrong_runs(self, rank: int) -> list[int]:
+        source, sent = self._sources[rank], self._leases[rank].digests
+        if len(sent) != len(source.runs):
+            raise PlanMismatch(
+                f"{self._holder}: learner {rank} sent {len(sent)} digests for {len(source.runs)} runs; "
+                "open both sides with the same manifest and the same `verify`"
+            )
+        found = self._arrived[rank]()
+        return [i for i, a, b in zip(source.runs, sent, found, strict=True) if a != b]
+
+    def _digesters_of(self, views: Sequence[torch.Tensor]) -> dict[int, Digester]:
+        """Source rank -> digester of its runs, given every run's bytes."""
+        digester = self._host.backend.digester
+        return {rank: digester([views[i] for i in source.runs]) for rank, source in self._sources.items()}

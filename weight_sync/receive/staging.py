@@ -1,0 +1,280 @@
+"""Where pulled bytes land: a staging buffer or the live parameters, and the copy from one to the other.
+
+Built once per epoch. Afterwards a pull is a walk over these views.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from weight_sync.errors import DeviceError, PlanMismatch
+from weight_sync.receive.quantized import (
+    BUCKET_BYTES,
+    VIRTUAL_PREFIX,
+    Fallback,
+    bind_buckets,
+    plan_buckets,
+    virtual_bytes,
+)
+from weight_sync.transports.base import Piece, pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from weight_sync.device.base import Backend, PersistentBlock
+    from weight_sync.messages import CommitMode
+    from weight_sync.plan.types import ParamMeta, PullPlan, Run
+    from weight_sync.receive.quantized import ReloadedModule, Reloader
+
+
+MERGE_GAP_BYTES = 4096
+"""Runs closer than this are read together with the padding between them: a copy costs more than the padding."""
+SHADOW_ALIGN_BYTES = 256
+
+
+class Range(NamedTuple):
+    """`nbytes` of source `src_rank` from `src_off`, mirrored at `shadow_off`."""
+
+    src_rank: int
+    src_off: int
+    nbytes: int
+    shadow_off: int
+
+
+class ShadowPlan(NamedTuple):
+    """Where everything a worker reads lies in its shadow block."""
+
+    ranges: tuple[Range, ...]
+    run_offsets: tuple[int, ...]
+    """Shadow offset of each run, in plan order."""
+    nbytes: int
+
+
+def shadow_plan(runs: Sequence[Run]) -> ShadowPlan:
+    """Merge runs into ranges and lay those out one after the other. A byte that two runs use is read once."""
+    ranges: list[Range] = []
+    shadow_off = 0
+    for run in sorted(runs, key=lambda run: (run.src_rank, run.src_off, run.nbytes)):
+        last = ranges[-1] if ranges else None
+        if last and last.src_rank == run.src_rank and run.src_off <= last.src_off + last.nbytes + MERGE_GAP_BYTES:
+            stop = max(last.src_off + last.nbytes, run.src_off + run.nbytes)
+            ranges[-1] = last._replace(nbytes=stop - last.src_off)
+        else:
+            if last:
+                shadow_off = -(-(last.shadow_off + last.nbytes) // SHADOW_ALIGN_BYTES) * SHADOW_ALIGN_BYTES
+            ranges.append(Range(run.src_rank, run.src_off, run.nbytes, shadow_off))
+    starts = [(r.src_rank, r.src_off) for r in ranges]
+    offsets: list[int] = []
+    for run in runs:
+        home = ranges[bisect_right(starts, (run.src_rank, run.src_off)) - 1]
+        offsets.append(home.shadow_off + run.src_off - home.src_off)
+    nbytes = ranges[-1].shadow_off + ranges[-1].nbytes if ranges else 0
+    return ShadowPlan(tuple(ranges), tuple(offsets), nbytes)
+
+
+def staggered(ranks: Sequence[int], index: int) -> tuple[int, ...]:
+    """Source order of the `index`-th receiver: it starts at another source than its neighbours and goes round.
+
+    Two receivers that read one source share its egress (198 instead of 381 GB/s each); staggered they do not meet.
+    """
+    if not ranks:
+        return ()
+    start = index % len(ranks)
+    return (*ranks[start:], *ranks[:start])
+
+
+SHADOW_HEADROOM = 0.9
+"""`auto` stages only if the shadow takes at most this fraction of what is free."""
+
+
+class Landing(NamedTuple):
+    """Every place that bytes are written to, in plan order of the runs."""
+
+    params: tuple[torch.Tensor, ...]
+    """Run -> its bytes in the engine parameter; of a virtual parameter, where they stay until the next version."""
+    arrivals: tuple[torch.Tensor, ...]
+    """Run -> where a pull puts it: in the shadow block, or `params` itself."""
+    pieces: Mapping[int, tuple[Piece, ...]]
+    """Source rank -> copies of a pull."""
+    shadow: PersistentBlock | None
+    written: frozenset[str]
+    """Parameters that are written directly; they must stay where they are."""
+    fallback: Fallback | None = None
+    """Modules that are loaded by the engine itself, after the copies."""
+
+    @property
+    def is_staged(self) -> bool:
+        return self.shadow is not None
+
+    @property
+    def moves(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """(parameter bytes, arrived bytes) of every copy that a staged commit makes; empty in place."""
+        pairs = zip(self.params, self.arrivals, strict=True)
+        return tuple((param, arrived) for param, arrived in pairs if param is not arrived)
+
+    def close(self) -> None:
+        """Free the shadow block and the buckets. Idempotent."""
+        try:
+            if self.fallback is not None:
+                self.fallback.close()
+        finally:
+            if self.shadow is not None:
+                self.shadow.close()
+
+
+class Reloads(NamedTuple):
+    """What `build_landing` must know of modules that cannot be written directly."""
+
+    model: torch.nn.Module
+    reloader: Reloader
+    modules: tuple[ReloadedModule, ...]
+
+
+def parameter_bytes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """uint8 views of every contiguous parameter and buffer, by every name it has.
+
+    Views of the storage, not of the tensor: autograd and inference mode keep out of the way of in-place copies.
+    """
+    views: dict[str, torch.Tensor] = {}
+    with torch.inference_mode(False):
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            if tensor.numel() == 0 or not tensor.is_contiguous() or tensor.device.type == "meta":
+                continue
+            size = tensor.numel() * tensor.element_size()
+            offset = tensor.storage_offset() * tensor.element_size()
+            empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            views[name] = empty.set_(tensor.untyped_storage(), offset, (size,), (1,))
+    return views
+
+
+class Residence:
+    """Where the tensors of a model live, remembered so that a look whether one moved takes microseconds.
+
+    Walking the modules of a 7B model takes milliseconds, in which an engine would stand still.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Collection[str]) -> None:
+        """`names` are the tensors to watch; one that the model does not have counts as moved."""
+        self._entries: list[tuple[str, dict[str, Any], str, int]] = []
+        for prefix, module in model.named_modules():
+            registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for registry in registries:
+                for key, tensor in registry.items():
+                    name = f"{prefix}.{key}" if prefix else key
+                    if tensor is not None and name in names:
+                        self._entries.append((name, registry, key, tensor.data_ptr()))
+        self._missing = sorted(set(names) - {name for name, *_ in self._entries})
+
+    def moved(self) -> list[str]:
+        """Names of tensors that were rebound or whose memory is another one now."""
+        return self._missing + [
+            name
+            for name, registry, key, address in self._entries
+            if (tensor := registry.get(key)) is None or tensor.data_ptr() != address
+        ]
+
+
+def build_landing(
+    plan: PullPlan,
+    views: Mapping[str, torch.Tensor],
+    backend: Backend,
+    *,
+    commit: CommitMode,
+    reloads: Reloads | None = None,
+    params: Sequence[ParamMeta] = (),
+) -> Landing:
+    """
+    Args:
+        params: all checkpoint tensors as they travel; needed with `reloads`.
+        reloads: the modules whose tensors travel as virtual parameters; None if every parameter is written directly.
+
+    Raises:
+        PlanMismatch: a run lies outside its parameter, or the engine has no such parameter.
+        DeviceError: the shadow does not fit and `staged` was asked for, or the buckets of the fallback do not.
+    """
+    layout = shadow_plan(plan.runs)
+    shadow = _make_shadow(layout, backend, commit)
+    if shadow is None:
+        landed: list[torch.Tensor] = []
+    else:
+        places = zip(plan.runs, layout.run_offsets, strict=True)
+        landed = [shadow.tensor[offset : offset + run.nbytes] for run, offset in places]
+    try:
+        virtual, fallback = _make_fallback(plan, landed, backend, reloads=reloads, metas=params)
+        everywhere = {**views, **virtual}
+        targets = tuple(_destination(run.dst_param, run.dst_off, run.nbytes, everywhere) for run in plan.runs)
+    except BaseException:
+        if shadow is not None:
+            shadow.close()
+        raise
+    written = frozenset(run.dst_param for run in plan.runs if not run.dst_param.startswith(VIRTUAL_PREFIX))
+    if shadow is None:
+        return Landing(targets, targets, _pieces_in_place(plan, targets), None, written, fallback)
+    is_virtual = [run.dst_param.startswith(VIRTUAL_PREFIX) for run in plan.runs]
+    kept = tuple(at if is_v else own for own, at, is_v in zip(targets, landed, is_virtual, strict=True))
+    return Landing(kept, tuple(landed), _pieces_to_shadow(layout, shadow), shadow, written, fallback)
+
+
+def _make_fallback(
+    plan: PullPlan,
+    landed: Sequence[torch.Tensor],
+    backend: Backend,
+    *,
+    reloads: Reloads | None,
+    metas: Sequence[ParamMeta],
+) -> tuple[dict[str, torch.Tensor], Fallback | None]:
+    """Bytes of every virtual parameter, and what loads them. `landed` is empty if runs go straight into the buckets."""
+    if reloads is None or not reloads.modules:
+        return {}, None
+    buckets = plan_buckets(reloads.modules, metas, is_staged=bool(landed), max_bytes=BUCKET_BYTES)
+    block = backend.alloc_persistent(buckets.nbytes)
+    try:
+        views = virtual_bytes(buckets, metas, block.tensor)
+        arrivals = [(run, at) for run, at in zip(plan.runs, landed, strict=False) if run.dst_param in views]
+        bound = bind_buckets(buckets, model=reloads.model, params=metas, views=views, arrivals=arrivals)
+    except BaseException:
+        block.close()
+        raise
+    return views, Fallback(backend, reloads.reloader, block=block, buckets=bound)
+
+
+def _destination(name: str, offset: int, nbytes: int, views: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    view = views.get(name)
+    if view is None:
+        raise PlanMismatch(f"the plan writes {name}, which the engine does not have (or not contiguously)")
+    if offset < 0 or offset + nbytes > view.numel():
+        raise PlanMismatch(f"the plan writes bytes {offset}..{offset + nbytes} of {name}, which has {view.numel()}")
+    return view[offset : offset + nbytes]
+
+
+def _make_shadow(layout: ShadowPlan, backend: Backend, commit: CommitMode) -> PersistentBlock | None:
+    free, _ = backend.memory_info()
+    if layout.nbytes == 0 or commit == "inplace" or (commit == "auto" and layout.nbytes > SHADOW_HEADROOM * free):
+        return None
+    try:
+        return backend.alloc_persistent(layout.nbytes)
+    except DeviceError:
+        if commit == "staged":
+            raise
+        return None
+
+
+def _pieces_in_place(plan: PullPlan, params: tuple[torch.Tensor, ...]) -> dict[int, tuple[Piece, ...]]:
+    found: dict[int, list[Piece]] = {}
+    for run, target in zip(plan.runs, params, strict=True):
+        copies = found.setdefault(run.src_rank, [])
+        copies.extend(Piece(run.src_off + start, target[start : start + size]) for start, size in pieces(run.nbytes))
+    return {rank: tuple(copies) for rank, copies in found.items()}
+
+
+def _pieces_to_shadow(layout: ShadowPlan, shadow: PersistentBlock) -> dict[int, tuple[Piece, ...]]:
+    found: dict[int, list[Piece]] = {}
+    for span in layout.ranges:
+        target = shadow.tensor[span.shadow_off : span.shadow_off + span.nbytes]
+        copies = found.setdefault(span.src_rank, [])
+        copies.extend(Piece(span.src_off + start, target[start : start + size]) for start, size in pieces(span.nbytes))
+    return {rank: tuple(copies) for rank, copies in found.items()}
