@@ -72,7 +72,7 @@ def test_a_cluster_that_was_too_slow_once_is_started_again_and_nothing_of_the_fi
     slow = slow_starts(1)
     cluster = start()
     try:
-        assert "once more" in caplog.text
+        assert "starting it again" in caplog.text
         ((mark, scratch),) = slow
         assert os.environ[RUN_ID_VAR] != mark
         assert not processes_of(mark, scratch, spare=(os.getpid(),))

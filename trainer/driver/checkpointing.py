@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BEGIN = "began_at"
-"""File in `run_dir/checkpoints`: the checkpoints, a line each, that `checkpoint.resume` named when the run resumed from
-them. The same command once more, as of a job that is requeued, resumes from what came of it."""
+"""File in `run_dir/checkpoints`: one line for each checkpoint that `checkpoint.resume` named when the run resumed from
+it. The same command again, as of a requeued job, resumes from what followed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +51,15 @@ class ResumePoint:
 
 
 def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here: bool = True) -> ResumePoint | None:
-    """The checkpoint that `checkpoint.resume` names, verified; None for a fresh start. A run directory means its
-    newest checkpoint. Where this run has resumed from the one named before, it is the newest of those that followed.
+    """The verified checkpoint that `checkpoint.resume` names; None for a fresh start. A run directory stands for its
+    newest checkpoint; one that this run has resumed from before stands for the newest that followed.
 
     Args:
-        directory: `run_dir/checkpoints`, which need not exist; None for a run directory that will be new.
-        is_device_here: the run will use devices of this host; else the kind of device is not known yet.
+        directory: `run_dir/checkpoints`, which need not exist; None for a new run directory.
+        is_device_here: the run uses devices of this host; else their kind is not known yet.
 
     Raises:
-        ConfigurationError: it is damaged or missing, `never` meets a directory that has one, or the run would resume
-            with another origin than it began with.
+        ConfigurationError: it is damaged or missing, `never` meets a directory with one, or the origin has changed.
     """
     wanted = cfg.checkpoint.resume
     latest = None if directory is None else checkpoint.find_latest(directory)
@@ -68,17 +67,21 @@ def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here:
         if latest is not None:
             raise _refused(cfg, f"{directory} already has {latest.name}", "choose another run_dir, or resume=auto")
         return None
-    came_of_it = latest is not None and str(Path(wanted).resolve()) in _begins(latest.parent / _BEGIN)
     if wanted == "auto" and latest is None:
         return None
     path = latest
+    if latest is not None and wanted != "auto" and str(Path(wanted).resolve()) not in _begins(latest.parent / _BEGIN):
+        path = None
     try:
-        if path is None or not (wanted == "auto" or came_of_it):
-            path = checkpoint.locate(Path(wanted))
-        path = path.absolute()  # learners read it too, and may have been started elsewhere
+        path = (checkpoint.locate(Path(wanted)) if path is None else path).absolute()  # learners may run elsewhere
         resumed = ResumePoint(path=path, state=checkpoint.read_state(path))
     except CheckpointError as error:
-        raise _refused(cfg, str(error), _way_on(path)) from error
+        # No hint deletes anything: the rest of the run may be in it.
+        older = None if path is None else checkpoint.older_complete(path)
+        hint = "name another with checkpoint.resume=PATH, or begin a new run in another run_dir"
+        if older is not None:
+            hint = f"to resume from the newest complete one before it, use checkpoint.resume={older}"
+        raise _refused(cfg, str(error), hint) from error
     _check_origin(cfg, resumed, is_device_here=is_device_here)
     return resumed
 
@@ -92,18 +95,15 @@ def log_resumed(cfg: RunConfig, resumed: ResumePoint) -> None:
     wanted = cfg.checkpoint.resume
     if wanted != "auto" and not _names(wanted, resumed.path):
         log.warning(
-            "this run directory resumed from %s before (checkpoint.resume), and resumes from what came of it; to start "
-            "from there once more, choose another run_dir",
+            "this run directory resumed from %s before (checkpoint.resume), and continues with what followed; to start "
+            "there again, choose another run_dir",
             wanted,
         )
 
 
 def prepare_run_dir(cfg: RunConfig, run_dir: RunDir, resumed: ResumePoint | None) -> None:
-    """Make the run directory that of a run which resumes from `resumed`, or starts from the beginning. Blocking.
-
-    What earlier processes did beyond that is moved away or cut. So call it when nothing can refuse the run any more,
-    and before its first record and checkpoint.
-    """
+    """Move away or cut what earlier processes did after `resumed` (None: the beginning). Blocking. Call it when nothing
+    can refuse the run any more, before its first record and checkpoint."""
     begin = run_dir.checkpoints / _BEGIN
     if resumed is None:
         begin.unlink(missing_ok=True)
@@ -116,19 +116,11 @@ def prepare_run_dir(cfg: RunConfig, run_dir: RunDir, resumed: ResumePoint | None
         aside = run_dir.checkpoints / checkpoint.ABANDONED
         log.warning("not on the way to %s, and moved to %s: %s", resumed.path.name, aside, names)
     if cfg.checkpoint.resume != "auto":
-        # After `abandon`: what is the newest from here on came of this one, and of those that it came of itself.
+        # After `abandon`, so that the newest from here on came of this one and of those it came of.
         before = _begins(begin) if resumed.path.parent.resolve() == run_dir.checkpoints.resolve() else []
         named = str(Path(cfg.checkpoint.resume).resolve())
         write_atomically(begin, "".join(f"{path}\n" for path in dict.fromkeys([*before, named])))
     cut_records(run_dir, after_step=resumed.step, after_version=resumed.version)
-
-
-def _way_on(damaged: Path | None) -> str:
-    """What to do instead of resuming from `damaged`. Never deleting anything: the rest of the run may be in it."""
-    older = None if damaged is None else checkpoint.older_complete(damaged)
-    if older is None:
-        return "name another with checkpoint.resume=PATH, or begin a new run in another run_dir"
-    return f"to resume from the newest complete one before it, use checkpoint.resume={older}"
 
 
 def _begins(file: Path) -> list[str]:
@@ -149,82 +141,75 @@ def _refused(cfg: RunConfig, message: str, hint: str) -> ConfigurationError:
 
 
 def origin(cfg: RunConfig) -> dict[str, Any]:
-    """What a run began with and takes from its configuration at every start: key -> value, JSON-able. Either no
-    checkpoint holds it, or it decides which tensors of the checkpoint are read.
+    """What a run takes from its configuration at every start, because no checkpoint holds it or because it decides
+    which tensors are read: key -> value, JSON-able. `seed` and `device.name` are None unless weights are drawn
+    (`model.random_weights`), which every kind of device does differently."""
+    return {key: value for key, (value, _) in _origin(cfg).items()}
 
-    `seed` and `device.name` are None unless weights are drawn (`model.random_weights`): they are drawn again then, and
-    every kind of device draws other numbers from it. The contents of a directory are not looked at.
-    """
-    is_random = cfg.model.random_weights
+
+def _origin(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
+    """Key -> value, and why it must stay; empty where it may change."""
+    model, critic, kl = cfg.model, cfg.critic, cfg.algorithm.kl
+    lora, device, base, score, value = model.lora, cfg.device.name, "", "", ""
+    if lora.rank:
+        base = "adapters are trained on frozen weights (model.lora)"
+    elif kl.coef > 0 and (kl.reference_model is None or is_random_init(model, kl.reference_model)):
+        base = "the reference is the first policy (algorithm.kl)"
+    if kl.coef > 0:
+        score = "the KL would be to another model from here on"
+    if cfg.algorithm.uses_critic and not critic.shared_backbone:
+        value = "the critic resumes from the checkpoint, and another start would change nothing"
+    if model.random_weights and device == "auto":  # a kind that is named need not be on this host
+        device = get_backend("auto").name
+    targets = "+".join(sorted(lora.target_modules.split("+")))
     return {
-        "model.path": _located(cfg.model.path),
-        "model.tokenizer_path": _located(cfg.model.tokenizer_path) if cfg.model.tokenizer_path else "",
-        "model.lora.rank": cfg.model.lora.rank,
-        "model.lora.alpha": cfg.model.lora.alpha,
-        "model.lora.target_modules": "+".join(sorted(cfg.model.lora.target_modules.split("+"))),
-        "seed": cfg.seed if is_random else None,
-        "device.name": _device_name(cfg) if is_random else None,
-        "critic.path": None if cfg.critic.path is None else _located(cfg.critic.path),
-        "algorithm.kl.reference_model": None
-        if cfg.algorithm.kl.reference_model is None
-        else _located(cfg.algorithm.kl.reference_model),
+        "model.path": (_located(model.path), base),
+        "model.tokenizer_path": (_located(model.tokenizer_path) if model.tokenizer_path else "", ""),
+        "model.lora.rank": (lora.rank, "what the checkpoint holds was trained so, and fits nothing else"),
+        "model.lora.alpha": (lora.alpha, "it scales the adapters of the checkpoint" if lora.rank else ""),
+        "model.lora.target_modules": (targets, "the policy has an adapter on each of them" if lora.rank else ""),
+        "seed": (cfg.seed if model.random_weights else None, base),
+        "device.name": (device if model.random_weights else None, base),
+        "critic.path": (_located(critic.path), value),
+        "algorithm.kl.reference_model": (_located(kl.reference_model), score),
     }
 
 
 def _check_origin(cfg: RunConfig, resumed: ResumePoint, *, is_device_here: bool) -> None:
     """Raises ConfigurationError if something has changed that must not; a checkpoint without an origin passes."""
-    why = {"model.lora.rank": "what the checkpoint holds was trained so, and fits nothing else"}
-    base, kl = ("model.path", "seed", "device.name"), cfg.algorithm.kl
-    if cfg.model.lora.rank:
-        why |= dict.fromkeys(base, "adapters are trained on frozen weights (model.lora)")
-        why["model.lora.alpha"] = "it scales the adapters of the checkpoint, so the policy would be another one"
-        why["model.lora.target_modules"] = "the policy has an adapter on each of them"
-    elif kl.coef > 0 and (kl.reference_model is None or is_random_init(cfg.model, kl.reference_model)):
-        why |= dict.fromkeys(base, "the reference is the first policy (algorithm.kl)")
-    if kl.coef > 0:
-        why["algorithm.kl.reference_model"] = "the KL would be to another model from here on"
-    if cfg.algorithm.uses_critic and not cfg.critic.shared_backbone:
-        why["critic.path"] = "the critic resumes from the checkpoint, and another start would change nothing"
-    if not is_device_here:
-        cfg = replace(cfg, device=replace(cfg.device, name="auto"))
-        why.pop("device.name", None)
     before = {RENAMED.get(key, key): value for key, value in resumed.state.get("origin", {}).items()}
-    now = origin(cfg)
+    if not is_device_here:
+        before.pop("device.name", None)
     hint = "use what the run began with (a link will do if it was moved), or begin a new run in another run_dir"
     problems = [
         Problem(
             key=key,
-            value=str(now[key]),
-            message=f"must stay {before[key]}, as in {resumed.path}: {reason}",
+            value=str(now),
+            message=f"must stay {before[key]}, as in {resumed.path}: {why}",
             hint=hint,
             related=("checkpoint.resume",),
         )
-        for key, reason in why.items()
-        if key in before and before[key] != now[key]
+        for key, (now, why) in _origin(cfg).items()
+        if why and key in before and before[key] != now
     ]
     if problems:
         raise ConfigurationError(problems)
 
 
-def _device_name(cfg: RunConfig) -> str:
-    """A kind that is named need not be on this host."""
-    return get_backend("auto").name if cfg.device.name == "auto" else cfg.device.name
-
-
-def _located(path: str) -> str:
+def _located(path: str | None) -> str | None:
     """Directories by their absolute path, names of the hub as they are."""
-    directory = Path(path).expanduser()
-    return str(directory.resolve()) if directory.is_dir() else path
+    if path is None or not (directory := Path(path).expanduser()).is_dir():
+        return path
+    return str(directory.resolve())
 
 
 def _log_failed(save: asyncio.Task[None]) -> None:
-    """Of a save that no caller waits for any more."""
     if not save.cancelled() and (error := save.exception()) is not None:
         log.warning("%s failed: %s", save.get_name(), one_line(first_cause(error)))
 
 
 class Checkpointer:
-    """Saves when it is due. The driver's part is taken in one turn of the event loop, so it fits together."""
+    """Saves when due. The driver's state is taken in one turn of the event loop, so that it is consistent."""
 
     def __init__(
         self,
@@ -242,14 +227,13 @@ class Checkpointer:
         self._saving: asyncio.Task[None] | None = None
 
     async def after_step(self, step: int) -> None:
-        """Save if it is due (`checkpoint.every_steps`). The learner waits meanwhile, the engines do not."""
+        """The learner waits for the save, the engines do not."""
         every = self._cfg.checkpoint.every_steps
         if every and step % every == 0:
             await self._save(step)
 
     async def at_end(self, step: int, *, is_interrupted: bool) -> None:
-        """The last checkpoint, unless it is there. An interrupted run has one whatever `checkpoint.save_at_end` is,
-        since this step was not meant to be its last."""
+        """The last checkpoint, unless it exists. An interrupted run saves whatever `checkpoint.save_at_end` is."""
         if (self._cfg.checkpoint.save_at_end or is_interrupted) and self._saved_step != step:
             with self._telemetry.progress.phase(f"saving checkpoint step_{step}"):
                 await self._save(step)
@@ -261,10 +245,10 @@ class Checkpointer:
                 await self._learner.export_hf(self._telemetry.run_dir.export)
 
     async def _save(self, step: int) -> None:
-        """To its end, also where a caller is cancelled: the next one joins it, and meets no ranks that still write."""
+        """A save is finished even if its caller is cancelled; the next caller joins it, so ranks never write twice."""
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._write(step), name=f"save {step}")
-        self._saving.remove_done_callback(_log_failed)  # of a caller that is gone: this one gets the failure
+        self._saving.remove_done_callback(_log_failed)  # this caller gets the failure
         try:
             await asyncio.shield(self._saving)
         except asyncio.CancelledError:
@@ -294,5 +278,5 @@ class Checkpointer:
         try:
             await asyncio.to_thread(checkpoint.prune, directory, keep_last=keep.keep_last, keep_every=keep.keep_every)
         except OSError as error:
-            # What was trained is safe, and a disk that fills up fails a save.
+            # The new checkpoint is safe; a disk that fills up fails a save.
             log.warning("old checkpoints could not be deleted (%s); the next save tries again", one_line(error))

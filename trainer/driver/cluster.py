@@ -57,35 +57,31 @@ log = logging.getLogger(__name__)
 SCRATCH_PREFIX = "tandem-ray-"
 SCRATCH_LOCK = "lock"
 """The file in a scratch directory that its driver keeps locked."""
-ENGINE_SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Where vLLM puts its sockets."""
-COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-"""What torch compiles is kept with our other caches; by default it would stay in the temporary directory for good."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 TOKEN = secrets.token_hex(32)
-"""One for all clusters of this process, since Ray reads it once."""
+"""For all clusters of this process, since Ray reads it once."""
 POLL_INTERVAL_S = 1.0
 """Between two checks of Ray's control service."""
 FALLBACK_TEMP_DIR = "/tmp"
 MAX_TEMP_BYTES = 14
-"""A socket's path has at most 107 bytes, of which our directory, Ray's session in it and the name take 93."""
+"""A socket's path has at most 107 bytes; our directory, Ray's session and the name take 93."""
 _ADDED_BY_RAY = (
     "node:", "memory", "object_store_memory", "accelerator_type:", "bundle_group_", "CPU_group", "GPU_group",
 )  # fmt: skip
-"""How the names of resources begin that no actor asks for."""
+"""Prefixes of resources that no actor asks for."""
 
 
 class ClusterLost(RuntimeError):
-    """Ray itself has ended, and the run with it."""
+    """Ray itself has ended."""
 
 
 class Cluster:
     """A connection to Ray. `start` blocks for some seconds: call it in a thread."""
 
     def __init__(self, placement: Placement, *, end: contextlib.ExitStack, scratch: Path | None = None) -> None:
-        """`end` stops and removes all that was started; `scratch` is Ray's session directory if the cluster is ours."""
+        """`end` stops and removes what was started; `scratch` is Ray's session directory on a private cluster."""
         self.placement = placement
-        """The one asked for; on a joined cluster, with a node for every actor."""
+        """On a joined cluster with a node for every actor."""
         self._end, self._scratch = end, scratch
 
     @classmethod
@@ -97,28 +93,25 @@ class Cluster:
         *,
         last_words: Mapping[str, object] | None = None,
     ) -> Cluster:
-        """Start the private cluster, or join `ray.address` and reserve there what every actor needs.
+        """Start the private cluster, or join `ray.address` and reserve there what every actor needs. Raises
+        ConfigurationError if there are too few devices, no cluster at that address, or no room on it.
 
         Args:
             last_words: what is written if this process is killed; see `ProcessCleaner`.
-
-        Raises:
-            ConfigurationError: not enough devices, no cluster at that address, or no room on it.
         """
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if cfg.ray.address != "local":
             return cls._join(cfg, placement, backend)
-        resource, num_devices = backend.ray_resource, backend.num_devices()
-        check_fits(cfg, placement, backend=backend.name, num_devices=num_devices, where="this host")
         _sweep_scratch()
-        devices = {resource: num_devices} if resource else {}
+        resource = backend.ray_resource
+        devices = {resource: backend.num_devices()} if resource else {}
         try:
             cluster = cls._start_own(cfg, placement, devices, last_words)
         except Exception as error:
-            # Ray has no setting for how long a daemon may take: 30 s for a node, after which it raises an `Exception`.
+            # Ray gives a node 30 s, without a setting for it, and then raises a plain `Exception`.
             if not isinstance(error, TimeoutError) and "timed out" not in str(error):
                 raise
-            log.warning("Ray did not start in time, as on a host that was suspended; once more: %s", one_line(error))
+            log.warning("Ray did not start in time, as on a suspended host; starting it again: %s", one_line(error))
             cluster = cls._start_own(cfg, placement, devices, last_words)
         if resource:
             here = Node(node_id="here", address="this host", resources=devices)
@@ -133,19 +126,21 @@ class Cluster:
         devices: dict[str, int],
         last_words: Mapping[str, object] | None,
     ) -> Cluster:
-        """Start Ray on this host. If that fails, nothing of it is left."""
+        """Start Ray on this host; a failed start leaves nothing."""
         run_id = uuid.uuid4().hex
         os.environ[RUN_ID_VAR] = run_id  # inherited by everything that is started from here on
         with contextlib.ExitStack() as stack:
-            # In the temporary directory, since Ray's sockets need a short path.
             scratch, lock = _make_scratch()
             stack.callback(os.close, lock)
             stack.callback(ProcessCleaner(run_id, scratch, last_words).close)
             if _keep_token_in(scratch):
                 stack.callback(os.environ.pop, TOKEN_PATH, None)
             stack.callback(ray.shutdown)
-            # vLLM leaves files behind when it is killed; in the scratch directory they are removed with it.
-            env = {ENGINE_SOCKETS: str(scratch), "TMPDIR": str(scratch), COMPILE_CACHE: str(cache_dir() / "inductor")}
+            env = {
+                "VLLM_RPC_BASE_PATH": str(scratch),  # a killed vLLM leaves its sockets
+                "TMPDIR": str(scratch),
+                "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor"),  # outlives the run
+            }
             with _separate_sessions():
                 ray.init(
                     address="local",
@@ -159,8 +154,7 @@ class Cluster:
                     runtime_env={"env_vars": env},
                     job_config=_OwnPackagesFirst(),
                     _temp_dir=str(scratch),
-                    # Otherwise Ray starts a process per core that no actor can use: each of ours has another
-                    # environment.
+                    # Or Ray starts a process per core that no actor can use, since each has another environment.
                     _system_config={"prestart_worker_first_driver": False},
                 )
             return cls(placement, end=stack.pop_all(), scratch=scratch)
@@ -190,13 +184,10 @@ class Cluster:
             return cls(_reserve(cfg, placement, resource=resource), end=stack.pop_all())
 
     async def watch(self) -> None:
-        """Ends a run whose Ray is lost, while it can still be saved: Ray ends this process a minute after its control
-        service. A joined cluster has that elsewhere.
+        """Raises ClusterLost when the control service of the private cluster has ended, while the run can still be
+        saved: Ray ends this process a minute later.
 
         Waits for: its interval. Unblocked by: cancellation.
-
-        Raises:
-            ClusterLost: the control service of the private cluster has ended.
         """
         node = ray_worker._global_node
         while self._scratch is not None and node is not None:
@@ -208,11 +199,8 @@ class Cluster:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     def stop(self, *, keep_logs_in: Path | None) -> None:
-        """Leave the cluster; end it if it is ours, and remove its scratch directory. Idempotent.
-
-        With `keep_logs_in`, what the actors printed is copied there first. Every part is done, even if another fails: a
-        disk that refuses the copies must not keep processes alive.
-        """
+        """Leave the cluster; end a private one and remove its scratch directory. Idempotent. The output of actors is
+        copied to `keep_logs_in` first; a disk that refuses it keeps no process alive."""
         with self._end:
             if keep_logs_in is not None and self._scratch is not None:
                 try:
@@ -222,20 +210,19 @@ class Cluster:
 
 
 class _OwnPackagesFirst(JobConfig):
-    """Workers look for modules in our packages first, then in the working directory, where plug-ins may be, and a file
-    that has the name of one of ours. Ray would put the working directory first; it inserts the last of a list last."""
+    """Workers import from our packages first, then from the working directory, where plug-ins may be. Ray would search
+    the working directory first, where a file may have the name of a module of ours; it inserts the last path last."""
 
     def __init__(self) -> None:
         super().__init__(_py_driver_sys_path=[str(Path.cwd()), str(ROOT)])
 
     def _runtime_env_has_working_dir(self) -> bool:
-        """Whether Ray adds nothing to the list."""
+        """If so, Ray adds nothing to the list."""
         return True
 
 
 def _keep_token_in(scratch: Path) -> bool:
-    """Ray keeps the token of its clusters in `~/.ray`. Where that cannot be written, it is kept here, and True is
-    returned."""
+    """Keeps the token of Ray's clusters in `scratch` where Ray cannot keep it in `~/.ray`; returns whether it does."""
     if {"RAY_AUTH_TOKEN", TOKEN_PATH} & os.environ.keys():
         return False
     try:
@@ -243,23 +230,20 @@ def _keep_token_in(scratch: Path) -> bool:
         home.mkdir(exist_ok=True)
         if not (home / "auth_token").is_file():
             tempfile.TemporaryFile(dir=home).close()
+        return False
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         token = scratch / "auth_token"
         token.touch(mode=0o600)
         token.write_text(TOKEN)
         os.environ[TOKEN_PATH] = str(token)
         return True
-    return False
 
 
 @contextlib.contextmanager
 def _separate_sessions() -> Iterator[None]:
-    """Ray's daemons start in separate sessions while the block runs.
-
-    Otherwise they are in the driver's process group, and a signal to it (a terminal that is closed, a scheduler) ends
-    them, and with them every actor, while the driver still waits for the step to be finished and saved. Ray 2.60 has no
-    setting for it.
-    """
+    """Ray's daemons start in separate sessions while the block runs. Otherwise a signal to the driver's process group
+    (a closed terminal, a scheduler) ends them and every actor while the driver finishes and saves its step. Ray 2.60
+    has no setting for it."""
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, start_new_session=True)
     try:
@@ -272,18 +256,16 @@ def _separate_sessions() -> Iterator[None]:
 
 
 def _reserve(cfg: RunConfig, placement: Placement, *, resource: str | None) -> Placement:
-    """Reserve the resources of every actor, each on the node that was chosen for it.
+    """Reserve the resources of every actor on the node chosen for it. Raises ConfigurationError if the cluster is too
+    small, or others hold its resources for `ray.placement_timeout_s`.
 
-    A placement group per unit: of one actor, so that an engine can move when its node is lost, or of an engine and the
-    learners whose devices it shares, which Ray then keeps on one node. The groups end with the driver.
-
-    Raises:
-        ConfigurationError: the cluster is too small, or others hold its resources for `ray.placement_timeout_s`.
+    Each unit has a placement group, which ends with the driver: a single engine can move when its node is lost, and an
+    engine that shares devices stays on one node with its learners.
     """
     nodes = _nodes()
     chosen = assign_free_nodes(placement, nodes, _free())
-    # The target is soft, and Ray has only this spelling for it: a group whose node is full or lost goes elsewhere.
-    # A label selector on the node's id would be hard, and a lost engine could not come back.
+    # The target is soft: a group whose node is full or lost goes elsewhere. A label selector on the node's id is hard:
+    # a lost engine could not come back.
     groups = [
         placement_group(
             [dict(placement.bundles[name]) for name in unit],
@@ -323,7 +305,7 @@ def _warn_of_idle_devices(chosen: dict[str, str], placement: Placement, nodes: l
 
 
 def _nodes() -> list[Node]:
-    """The nodes that live, with the resources that actors can ask for; the driver's first."""
+    """Nodes that are alive, the driver's first."""
     own = ray.get_runtime_context().get_node_id()
     found = [
         Node(
@@ -339,7 +321,7 @@ def _nodes() -> list[Node]:
 
 
 def _free() -> dict[str, Bundle]:
-    """Id of a node -> what no one has of it, as far as Ray's head knows; that may be a second old."""
+    """Id of a node -> what nobody holds of it, as Ray's head knew at most a second ago."""
     return {node: _usable(there_is) for node, there_is in available_resources_per_node().items()}
 
 
@@ -348,7 +330,7 @@ def _usable(resources: Bundle) -> dict[str, float]:
 
 
 def _no_room(cfg: RunConfig, late: dict[str, Bundle], nodes: list[Node]) -> Problem:
-    """Call it while the groups that were made still hold their shares."""
+    """Call it while the placement groups hold their shares."""
     free = _free()
     left = [replace(node, resources=free.get(node.node_id, {})) for node in nodes]
     return Problem(
@@ -365,14 +347,13 @@ def _no_room(cfg: RunConfig, late: dict[str, Bundle], nodes: list[Node]) -> Prob
 
 
 def _scratch_home() -> str:
-    """The temporary directory, unless the paths of Ray's sockets would be too long there."""
+    """The temporary directory, unless it makes the paths of Ray's sockets too long."""
     home = tempfile.gettempdir()
     return home if len(os.fsencode(home)) <= MAX_TEMP_BYTES else FALLBACK_TEMP_DIR
 
 
 def _make_scratch() -> tuple[Path, int]:
-    """A new scratch directory, and the descriptor of its lock: it is not swept before that is closed, by us or by the
-    kernel."""
+    """A new scratch directory and its lock, a descriptor: until we or the kernel close it, no run sweeps it."""
     path = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=_scratch_home()))
     lock = os.open(path / f"{SCRATCH_LOCK}.new", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -381,12 +362,10 @@ def _make_scratch() -> tuple[Path, int]:
 
 
 def _sweep_scratch() -> None:
-    """Remove session directories of runs that were killed together with what cleans up after them.
-
-    Process ids do not show who lives: the directory may be shared with other containers, or with other hosts.
-    """
+    """Remove scratch directories of runs that were killed together with their cleaner. A lock shows which: process ids
+    mean nothing where containers or hosts share the directory."""
     for path in Path(_scratch_home()).glob(f"{SCRATCH_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, locked, or swept by another run just now
+        with contextlib.suppress(OSError):  # another user's, locked, or being swept
             lock = os.open(path / SCRATCH_LOCK, os.O_RDWR)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

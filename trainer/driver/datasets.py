@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSet:
-    """The prompts of `task.eval_path`, or those of one of `task.eval_sets`."""
+    """The prompts of `task.eval_path` (with an empty name) or of one of `task.eval_sets`."""
 
     name: str = ""
-    """Empty for that of `task.eval_path`."""
     prompts: Sequence[Prompt]
     """At least one."""
     num_samples: int
@@ -52,11 +51,11 @@ class DataSets:
     evaluation: tuple[EvalSet, ...]
     """That of `task.eval_path` first; empty if the run has no evaluation."""
     notes: tuple[str, ...] = ()
-    """Of every data set that lost rows: how many, and why. Warnings of `preflight`."""
+    """How many rows a data set lost and why, and warnings of `preflight`."""
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """All of them, held-out ones last."""
+        """Held-out ones last."""
         return (*self.train.prompts, *(prompt for one in self.evaluation for prompt in one.prompts))
 
 
@@ -66,11 +65,10 @@ class DataSets:
 def check_data(
     cfg: RunConfig, found: Findings, tokenizer: Any | None, *, tools: Sequence[Mapping[str, Any]] = ()
 ) -> DataSets | None:
-    """The data sets, their rewards tried; None if one cannot be used. Blocks for seconds, as `preflight`.
+    """The data sets, after a trial of their rewards; None if one cannot be used. Blocks for seconds.
 
     Args:
-        tokenizer: None if it cannot be loaded: columns and rewards are checked all the same, and the tokens of the
-            prompts are meaningless.
+        tokenizer: None if it cannot be loaded; then the tokens of the prompts are meaningless.
         tools: JSON schemas of functions, for the chat template.
     """
     data = found.attempt(load_data, cfg, _NoTokenizer() if tokenizer is None else tokenizer, tools=tools)
@@ -84,8 +82,7 @@ def check_data(
 
 
 def data_problems(cfg: RunConfig) -> tuple[Problem, ...]:
-    """What is wrong with data and rewards, for a configuration that is refused anyway. Without torch and network: data
-    of a hub is not looked at."""
+    """Of data and rewards, for a configuration that is refused anyway. Without torch and network, so no hub data."""
     paths = [cfg.task.train_path, *cfg.task.held_out_paths.values()]
     if not all(path.startswith("builtin:") or Path(path).exists() for path in paths if path):
         return ()
@@ -95,7 +92,7 @@ def data_problems(cfg: RunConfig) -> tuple[Problem, ...]:
 
 
 class _NoTokenizer:
-    """Stands in for a tokenizer that cannot be loaded."""
+    """For a tokenizer that cannot be loaded."""
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]:
         return {"input_ids": [[0]] * len(text)}
@@ -110,7 +107,7 @@ def load_data(cfg: RunConfig, tokenizer: Any, *, tools: Sequence[Mapping[str, An
     """
     Raises:
         DataError: a data set, column or prompt cannot be used, or one set is read for another.
-        ConfigurationError: the chat template does not take the arguments that it is to have.
+        ConfigurationError: the chat template does not take `task.chat_template_kwargs`.
     """
     task, kwargs = cfg.task, cfg.task.chat_template_kwargs
     checked = kwargs if not isinstance(tokenizer, _NoTokenizer) else {}
@@ -127,7 +124,7 @@ def load_data(cfg: RunConfig, tokenizer: Any, *, tools: Sequence[Mapping[str, An
             split=one.split,
             prompt_column=one.prompt_column if one.prompt_column else task.prompt_column,
             answer_column=one.answer_column if one.answer_column else task.answer_column,
-            reward_column_required=False,  # benchmarks of one kind have none
+            reward_column_required=False,  # a benchmark of one kind has none
         )
         for name, one in sets.items()
     }
@@ -182,14 +179,14 @@ def _train_spec(cfg: RunConfig, tools: Sequence[Mapping[str, Any]]) -> DatasetSp
 
 
 def data_warnings(cfg: RunConfig, data: DataSets) -> Iterator[str]:
-    """What is allowed, and rarely meant: evaluation prompts that are trained on, in whatever file, and fewer prompts
-    than one step takes. White space and case do not count."""
+    """Warns of evaluation prompts that are trained on (whatever their white space and case), and of fewer training
+    prompts than one step takes."""
     trained = {_normalized(prompt) for prompt in data.train.prompts} if data.evaluation else set[int]()
     for one in data.evaluation:
         if number := sum(_normalized(prompt) in trained for prompt in one.prompts):
             yield (
                 f"{number} of {len(one.prompts)} prompts of {one.key} are among those of task.train_path: their "
-                "accuracy says nothing of unseen problems; remove them from the training set"
+                "accuracy says nothing about unseen problems; remove them from the training set"
             )
     num_prompts, num_groups = len(data.train.prompts), cfg.trainer.groups_per_step
     if num_prompts < num_groups:
@@ -219,7 +216,7 @@ def _check_reward(cfg: RunConfig, sample: Prompt) -> None:
 
 
 def _part_problems(cfg: RunConfig, reward: str, parts: Mapping[str, float]) -> Iterator[Problem]:
-    """What the estimator reads of the parts of a reward, against those of the trial call."""
+    """Parts of a reward that the estimator reads and the trial call did not return."""
     algorithm, related = cfg.algorithm, "task.reward.name"
     if not traits_of(algorithm).uses_parts:
         return
@@ -238,8 +235,8 @@ def _part_problems(cfg: RunConfig, reward: str, parts: Mapping[str, float]) -> I
 
 
 def make_source(cfg: RunConfig, train: PromptSet, resumed: ResumePoint | None) -> PromptSource:
-    """The training prompts in their order, from the beginning or from a checkpoint. Raises DataError if a column does
-    not fit, no prompt is left, or the data is not that of the checkpoint."""
+    """The training prompts in order, continued from a checkpoint. Raises DataError if a column does not fit, no prompt
+    is left, or the data is not that of the checkpoint."""
     task = cfg.task
     curriculum, pass_rates = curriculum_of(task, train.prompts), pass_rates_of(task, train.prompts)
     source = PromptSource(train, seed=cfg.seed, shuffle=task.shuffle, curriculum=curriculum, pass_rates=pass_rates)
@@ -253,15 +250,14 @@ def make_source(cfg: RunConfig, train: PromptSet, resumed: ResumePoint | None) -
 
 
 def _configured_otherwise(cfg: RunConfig, resumed: ResumePoint) -> str:
-    """The keys of data and tokenizer that differ from the configuration of the run that the checkpoint is of."""
+    """Keys of data and tokenizer that differ from the configuration of the checkpoint's run."""
     changes = changed_keys(resumed.path.parents[1] / "config.yaml", cfg) or ()
     of_data = [one for one in changes if one.startswith(("task.", "model.path:", "model.tokenizer_path:", "seed:"))]
     return f"; configured otherwise since: {', '.join(of_data)}" if of_data else ""
 
 
 def curriculum_of(task: TaskConfig, prompts: Sequence[Prompt]) -> Curriculum | None:
-    """None without a curriculum. Where pass rates show how hard a prompt is, a rare pass is hard. Raises DataError if a
-    prompt has no difficulty."""
+    """None without a curriculum. By pass rates, a rare pass is hard. Raises DataError if a prompt has no difficulty."""
     if task.curriculum == "none":
         return None
     by_pass_rate = not task.difficulty_column
@@ -278,7 +274,7 @@ def curriculum_of(task: TaskConfig, prompts: Sequence[Prompt]) -> Curriculum | N
 
 
 def pass_rates_of(task: TaskConfig, prompts: Sequence[Prompt]) -> PassRateFilter | None:
-    """None if the bounds let every pass rate in. Raises DataError if one of the column is not in 0..1."""
+    """None if the bounds include every pass rate. Raises DataError if one in the column is not in 0..1."""
     if not task.filters_pass_rate:
         return None
     name, setting = task.pass_rate_column, "task.pass_rate_column"

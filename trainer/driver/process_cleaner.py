@@ -1,13 +1,10 @@
 """The process that cleans up after a driver that was killed.
 
-A small process of its own, started with the run's cluster. It waits for the end of its standard input, which the kernel
-closes when the driver dies. All processes of the run carry the run's id in their environment, or at least (where a
-process title has overwritten the environment) have files of the run's scratch directory open. Those that are still
-there are killed, and the directory is removed. Without it some of Ray's helpers would outlive a killed driver by half a
-minute, and their directory for good.
-
-A driver that is killed (SIGKILL, or Ray, which ends the process when its raylet has died) leaves its last words to be
-written here: summary.json, a line in log.txt and on the screen, and the output of the actors.
+It starts with the run's cluster and waits for the end of its standard input, which the kernel closes when the driver
+dies. Every process of the run has the run's id in its environment or (where a process title has overwritten that) a
+file in the run's scratch directory open. Those that remain are killed, and the directory is removed; Ray alone would
+take half a minute, and leave the directory. A killed driver's last words are written here: summary.json, a line in
+log.txt and on the screen, and the output of the actors.
 """
 
 from __future__ import annotations
@@ -32,18 +29,14 @@ if TYPE_CHECKING:
 
 RUN_ID_VAR = "TANDEM_RUN_ID"
 GRACE_S = 1.0
-"""For processes that end on their own when their parent is gone."""
+"""For processes that end with their parent."""
 DEADLINE_S = 20.0
 _CLEAN_SHUTDOWN = b"clean shutdown"
-"""What the driver writes before it closes the pipe, if it is there to do it."""
+"""What a driver that was not killed writes before it closes the pipe."""
 
 
 class ProcessCleaner:
-    """The driver's end of it. `close` after a clean shutdown; SIGKILL needs no call.
-
-    Args:
-        last_words: of the run, for `trainer.telemetry.last_words.write`; None writes nothing.
-    """
+    """The driver's end. `last_words` are for `trainer.telemetry.last_words.write`; None writes nothing."""
 
     def __init__(self, run_id: str, scratch: Path, last_words: Mapping[str, object] | None = None) -> None:
         command = subprograms.command("trainer.driver.process_cleaner", run_id, str(scratch), json.dumps(last_words))
@@ -53,7 +46,7 @@ class ProcessCleaner:
         )
 
     def close(self) -> None:
-        """Let it clean up now, and wait until it is done. Idempotent."""
+        """After a clean shutdown: clean up now, and wait for it. Idempotent."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it was killed itself
             if not self._process.stdin.closed:
@@ -67,12 +60,12 @@ class ProcessCleaner:
 
 
 def processes_of(run_id: str, scratch: Path, *, spare: Container[int]) -> list[psutil.Process]:
-    """The processes that belong to this run, except those with the ids `spare`."""
+    """The processes of this run, except those with the ids `spare`."""
     return [p for p in psutil.process_iter() if p.pid not in spare and _belongs(p, run_id, f"{scratch}{os.sep}")]
 
 
 def _belongs(process: psutil.Process, run_id: str, inside: str) -> bool:
-    """Whether it has the id, or writes to a file `inside`; one that only reads a log there is not part of the run."""
+    """Whether it has the id, or writes to a file `inside`; who only reads a log there is not part of the run."""
     with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile, or of another user
         if process.environ().get(RUN_ID_VAR) == run_id:
             return True
@@ -82,14 +75,13 @@ def _belongs(process: psutil.Process, run_id: str, inside: str) -> bool:
 
 
 def main(run_id: str, scratch: Path, last_words: dict[str, Any] | None) -> None:
-    """Wait for the driver's end, then clean up."""
-    spare = (os.getpid(), os.getppid())  # the driver may still be there, and wait for us
+    spare = (os.getpid(), os.getppid())  # the driver may be alive and wait for us
     if sys.stdin.buffer.read() != _CLEAN_SHUTDOWN and last_words is not None:
         from trainer.telemetry.last_words import write
 
         try:
             write(Path(last_words["run_dir"]), scratch, last_words)
-        except Exception as error:  # noqa: BLE001 - processes are ended below, regardless
+        except Exception as error:  # noqa: BLE001 - processes must be ended regardless
             with contextlib.suppress(OSError):  # the screen may be gone, too
                 sys.stderr.write(f"the end of the run could not be recorded: {error!r}\n")
     began = time.monotonic()

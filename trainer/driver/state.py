@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 
 class Phase(enum.IntEnum):
-    """A run only moves forward through these."""
+    """A run only moves forward through its phases."""
 
     GENERATING = 0
     DRAINING = 1
-    """No further group is needed: the last batch is built, or the run is ending. Steps may still be trained."""
+    """No further group is needed; steps may still be trained."""
     TRAINED = 2
     """The last step is trained; its weights may still be on their way to the engines."""
 
 
 class FailedResponses:
-    """Counts responses without a reward, of this process. Warns at the first one and at every doubling of their number,
-    so that a judge that is down for an hour leaves some lines and not thousands."""
+    """Counts responses without a reward in this process. Warns at the first and whenever their number has doubled, so
+    that a judge that is down for an hour logs a few lines and not thousands."""
 
     def __init__(self) -> None:
         self.num_failed = self.num_responses = 0
@@ -40,10 +40,10 @@ class FailedResponses:
         self._failures: Counter[str] = Counter()
 
     def count(self, group: Group) -> None:
-        """Of a group that was generated, whether it is trained or not."""
-        errors = [trajectory.error for trajectory in group.trajectories if trajectory.status == "failed"]
+        """Counts a generated group, whether it is trained or not."""
+        errors = [one.error for one in group.trajectories if one.status == "failed"]
         self.num_responses += len(group.trajectories)
-        self._failures.update(trajectory.failure for trajectory in group.trajectories if trajectory.failure)
+        self._failures.update(one.failure for one in group.trajectories if one.failure)
         self.num_failed += len(errors)
         if errors and not self.first_error:
             self.first_error = errors[0]
@@ -52,7 +52,7 @@ class FailedResponses:
             log.warning("%s", self)
 
     def take_record(self) -> dict[str, float]:
-        """Metrics of the responses since the last call, those of groups that are not trained included."""
+        """Metrics since the last call."""
         before, self._reported = self._reported, (self.num_failed, self.num_responses)
         failures, self._failures = self._failures, Counter()
         return {
@@ -72,7 +72,7 @@ class FailedResponses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalMetrics:
-    """The numbers of one policy version on one evaluation set."""
+    """One policy version on one evaluation set."""
 
     version: int
     accuracy: float
@@ -81,23 +81,20 @@ class EvalMetrics:
     num_samples: int = 1
     """Responses per prompt."""
     pass_at: Mapping[int, float] = field(default_factory=dict)
-    """k -> estimated probability that one of k responses to a prompt passes, mean over prompts."""
+    """k -> probability that one of k responses to a prompt passes, mean over prompts."""
     tokens_mean: float = 0.0
     truncated_frac: float
     time_s: float
     """Of the whole evaluation, all sets together."""
     accuracy_stderr: float | None = None
-    """None with one prompt, which is no sample of others."""
+    """None with a single prompt."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Part -> mean over the responses that have it."""
+    """Part -> mean over responses that have it."""
     by_reward: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Name of a reward -> accuracy and num_prompts of its prompts; empty where no prompt names one."""
+    """Reward -> accuracy and num_prompts of the prompts that name it."""
 
     def flatten(self, name: str = "") -> dict[str, object]:
-        """Metrics `eval/...`, or `eval/NAME/...` for one of `task.eval_sets`, without what all sets share.
-
-        The name of a reward may be a path; as part of a metric's name it is one word.
-        """
+        """Metrics `eval/...`, or `eval/NAME/...` (without `SHARED`) for one of `task.eval_sets`."""
         numbers: dict[str, object] = {
             key: value
             for key, value in asdict(self).items()
@@ -105,73 +102,71 @@ class EvalMetrics:
         }
         numbers |= {f"pass_at/{k}": value for k, value in self.pass_at.items()}
         numbers |= {f"reward/part/{part}": mean for part, mean in self.reward_parts.items()}
-        for reward, own in self.by_reward.items():
+        for reward, own in self.by_reward.items():  # its name may be a path
             numbers |= {f"{number}/{reward.replace('/', '.')}": value for number, value in own.items()}
         return {f"eval/{name}/{key}" if name else f"eval/{key}": value for key, value in numbers.items()}
 
     def line(self) -> dict[str, object]:
-        """Its part of a line of evaluations.jsonl."""
+        """Its part of a record of evaluations.jsonl."""
         numbers = {key: value for key, value in asdict(self).items() if key not in SHARED}
         return {**numbers, "pass_at": {str(k): value for k, value in self.pass_at.items()}}
 
 
 SHARED = ("version", "time_s")
-"""What is the same for all sets of an evaluation."""
+"""Fields that are the same for all sets of an evaluation."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """Mutable state of a run; owned by the driver's event loop."""
+    """Mutable; owned by the driver's event loop."""
 
     started_at: float
-    """Unix time of the process start, in seconds."""
+    """Unix time of the process start."""
     wall_clock: Callable[[], float]
     step: int = 0
     """Optimizer steps done."""
     version: int = 0
-    """Of the policy that these steps made: one per step that changed it, so not of those that train a critic alone or
-    were skipped."""
+    """Of the policy: one per step that changed it, so not for steps that were skipped or trained a critic alone."""
     live_version: int = 0
-    """Newest version that is live on the engines."""
     resumed_from_step: int | None = None
     startup_s: float | None = None
     first_accuracy: float | None = None
     last_evaluation: EvalMetrics | None = None
     reached: EvalMetrics | None = None
-    """The one that reached `trainer.stop_at_accuracy`."""
+    """The evaluation that reached `trainer.stop_at_accuracy`."""
     set_accuracies: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """First and last one of each of `task.eval_sets`."""
+    """Name in `task.eval_sets` -> first and last."""
     unreported: Mapping[str, object] = field(default_factory=dict)
-    """Metrics of the newest evaluation, until a line has them."""
+    """Metrics of the newest evaluation, until a record has them."""
     num_failed_evaluations: int = 0
     discarded_tokens: int = 0
     failed_responses: FailedResponses = field(default_factory=FailedResponses)
     phase: Phase = Phase.GENERATING
     stop_reason: ExitReason | None = None
-    """Why the run ends after the step that runs now; None while it continues."""
+    """Why the run ends after the current step; None while it continues."""
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
-    """The loops do not even wait for the next batch. Also set where another reason to stop came first."""
+    """Loops do not even wait for the next batch. Also set if another reason to stop came first."""
 
     @property
     def time_s(self) -> float:
-        """Since the process began."""
+        """Since the process started."""
         return self.wall_clock() - self.started_at
 
     @property
     def needs_groups(self) -> bool:
-        """If not, the parts that make groups may fail without failing the run."""
+        """If not, parts that make groups may fail without failing the run."""
         return self.phase is Phase.GENERATING and self.stop_reason is None
 
     @property
     def needs_engines(self) -> bool:
-        """Until all steps are trained and the last version is live; engines only evaluate from then on."""
+        """Until the last version is live; from then on engines only evaluate."""
         return self.phase is not Phase.TRAINED or self.live_version < self.version
 
     def advance(self, phase: Phase) -> None:
         self.phase = max(self.phase, phase)
 
     def mark_dispatched(self) -> None:
-        """The first prompt went out: start-up is over."""
+        """The first prompt went out, so start-up is over."""
         if self.startup_s is None:
             self.startup_s = self.time_s
 
@@ -183,7 +178,7 @@ class RunState:
             self.interrupted.set()
 
     def add_evaluation(self, scores: Mapping[str, EvalMetrics]) -> None:
-        """`scores` by set; that of `task.eval_path` has the name ""."""
+        """`scores` by name of the set; "" is that of `task.eval_path`."""
         main = scores[""]
         for name, one in scores.items():
             if name:
@@ -195,7 +190,7 @@ class RunState:
         self.unreported = {key: value for name, one in scores.items() for key, value in one.flatten(name).items()}
 
     def take_evaluation(self) -> Mapping[str, object]:
-        """Metrics of the newest evaluation that ended since the last call; empty if none did."""
+        """Metrics of the newest evaluation since the last call; empty if none ended."""
         ended, self.unreported = self.unreported, {}
         return ended
 
@@ -224,5 +219,5 @@ class RunState:
 
 
 def policy_version(state: Mapping[str, Any]) -> int:
-    """Of a checkpoint's `RunState.state_dict`. Older ones have none: every step made a version then."""
+    """Of a `RunState.state_dict`. Older checkpoints have none because every step made a version."""
     return int(state.get("version", state["step"]))

@@ -1,4 +1,4 @@
-"""The metrics of a step: what the driver measures and counts between two steps."""
+"""What the driver measures and counts between two steps, as metrics."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 COHORT_WINDOW = 16
-"""The latest complete cohorts that are compared together."""
-SYNC_FIELDS = (
-    *("pack_s", "seal_s", "lease_s", "pull_s", "attest_s", "drain_s", "pause_s", "commit_s", "resume_s"),
-    *("end_to_end_s", "num_runs", "num_retries", "num_stalls", "replicas_live", "replicas_skipped"),
-)
-"""Of a report, under the names of their metrics."""
+"""Complete cohorts that are compared together."""
 LENGTH_WINDOW_GROUPS = 256
-"""Length bias compares the latest generated and trained groups: at least so many, of whole steps, since both sides
-order the groups of a step differently."""
+"""Length bias compares at least this many of the latest groups, rounded up to whole steps: groups of one step are
+generated and trained in different orders."""
+SYNC_FIELDS = (
+    "pack_s", "seal_s", "lease_s", "pull_s", "attest_s", "drain_s", "pause_s", "commit_s", "resume_s", "end_to_end_s",
+    "num_runs", "num_retries", "num_stalls", "replicas_live", "replicas_skipped",
+)  # fmt: skip
+"""Fields of a SyncReport that are metrics of the same name."""
+LOST = ("filtered_tokens", "failed_tokens", "unused_tokens", "retried_s", "dropped_s")
+"""Kinds of lost work that the queue counts."""
 
 
 class StepMetrics:
-    """Turns what the loops observe into the metrics of a step."""
-
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.queue = QueueTimer(clock=clock)
         self.lengths = LengthBiasMonitor()
@@ -44,7 +44,7 @@ class StepMetrics:
         self._generated_tokens = 0
 
     def count_generated(self, group: Group) -> None:
-        """A group came back from the engines, whether it is trained or not."""
+        """Counts a group from the engines, whether it is trained or not."""
         self._generated_tokens += group.num_generated_tokens
         self.lengths.generated(group)
 
@@ -60,13 +60,13 @@ class StepMetrics:
         wait_for_eval_s: float,
         wait_for_sync_s: float,
     ) -> dict[str, object]:
-        """Metrics of one step, without those of the queue, and of what only the driver's state and the buffer know.
+        """Metrics of one step, without those of the queue, the buffer and the run state.
 
         Args:
             version: of the policy before the step.
-            wait_for_batch_s: for how long the learner had no batch.
+            wait_for_batch_s: how long the learner had no batch.
             wait_for_eval_s: part of it, while an evaluation ran.
-            wait_for_sync_s: for how long the new weights were packed.
+            wait_for_sync_s: how long packing the new weights took.
         """
         now = self._clock()
         step_s = max(now - self._last_at, 1e-9)
@@ -100,20 +100,18 @@ class StepMetrics:
 
 
 def model_flops_utilization(result: StepResult) -> dict[str, float]:
-    """MFU: operations of the policy's forward and backward, over what all learner devices could do in the seconds that
-    the slowest rank computed the step, optimizer, reference and critic included; waits are left out. Empty where either
-    side is not known."""
+    """MFU: operations of the policy's forward and backward over the peak of all learner devices, in the time in which
+    the slowest rank computed the step (with optimizer, reference and critic, without waits). Empty if unknown."""
     if result.model_flops is None or result.peak_flops is None:
         return {}
     return {"perf/mfu": result.model_flops / max(result.seconds["step"], 1e-9) / result.peak_flops}
 
 
 def batch_stats(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Metrics of the groups of one step, before anything is left out of training.
+    """Metrics of the groups of one step, before anything is excluded from training; undefined ones are absent.
 
-    Rewards are the raw ones (before overlong shaping) of the trajectories that have one, outcome and turns together.
-    Greedy baselines count in `reward/greedy_mean` alone. The staleness of a group is `version`, which the step trains,
-    minus its start version. Keys whose value would be undefined (no scored trajectory) are absent.
+    Rewards are raw (before overlong shaping), outcome and turns together. Greedy baselines count in
+    `reward/greedy_mean` alone. Staleness is `version`, which the step trains, minus a group's start version.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     if not trajectories:
@@ -142,8 +140,7 @@ def batch_stats(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def _agent_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns and tool calls. Absent where every response is one turn and no agent counts calls. A response whose agent
-    failed has neither, and does not count."""
+    """Turns and tool calls, without failed responses. Empty if all are single-turn and no agent counts calls."""
     turns = [t.num_generated_turns for t in trajectories if t.num_generated_turns]
     used = [t.tool_use for t in trajectories if t.tool_use is not None]
     stats: dict[str, float] = {}
@@ -160,9 +157,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def token_ages(batch: TrainBatch, *, version: int, max_staleness: int) -> dict[str, object]:
-    """How old the tokens that carry loss are, in policy versions: `version`, which the step trains, minus the one that
-    sampled them. Mean, largest, median, 90th percentile, and the fractions at every age from 0 to S (an age beyond it
-    would be a bug, and is shown). Without such tokens a mean and a largest of 0, and nothing else."""
+    """Ages of the tokens that carry loss: `version`, which the step trains, minus the version that sampled them.
+
+    An age above `max_staleness` would be a bug, and is shown. Without such tokens only mean and max, both 0.
+    """
     versions = [micro.versions[micro.loss_mask] for rank in batch.micro_batches for micro in rank]
     ages = version - np.concatenate([np.empty(0, np.int32), *versions])
     if len(ages) == 0:
@@ -179,8 +177,8 @@ def token_ages(batch: TrainBatch, *, version: int, max_staleness: int) -> dict[s
 
 
 class LengthBiasMonitor:
-    """Whether what is trained is shorter than what is generated: over the latest steps, and of each cohort (the groups
-    that began at one version), what was trained first against the whole cohort."""
+    """Compares lengths: trained with generated over the latest steps, and in each cohort (the groups that began at one
+    version) those trained first with all."""
 
     def __init__(self) -> None:
         self._generated: deque[Sequence[int]] = deque()
@@ -188,7 +186,7 @@ class LengthBiasMonitor:
         self._trained: deque[Sequence[int]] = deque()
         """Lengths of token sequences, by step."""
         self._open: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
-        """Start version -> step -> lengths, of cohorts that later steps may still train."""
+        """Start version -> step -> lengths, while later steps may still train some."""
         self._complete: deque[dict[int, list[int]]] = deque(maxlen=COHORT_WINDOW)
 
     def generated(self, group: Group) -> None:
@@ -197,7 +195,7 @@ class LengthBiasMonitor:
         )
 
     def trained(self, groups: Sequence[Group], batch: TrainBatch, *, version: int, max_staleness: int) -> None:
-        """A step trained these groups on `version`; cohorts that no later version can train are complete."""
+        """A step trained `groups` on `version`, which completes the cohorts that no later version may train."""
         micro_batches = [micro for rank in batch.micro_batches for micro in rank]
         counts = [np.add.reduceat(micro.loss_mask, micro.cu_seqlens[:-1], dtype=np.int64) for micro in micro_batches]
         self._trained.append([length for count in counts for length in count.tolist() if length])
@@ -213,7 +211,7 @@ class LengthBiasMonitor:
             self._complete.append(self._open.pop(start))
 
     def record(self) -> dict[str, float]:
-        """Metrics; those of cohorts only once one is complete."""
+        """Those of cohorts only once one is complete."""
         flat = itertools.chain.from_iterable
         record = {"length_bias/ks": ks_distance([*flat(self._generated)], [*flat(self._trained)])}
         early = [n for cohort in self._complete for n in cohort[min(cohort)]]
@@ -226,7 +224,7 @@ class LengthBiasMonitor:
 
 
 def ks_distance(a: Sequence[int], b: Sequence[int]) -> float:
-    """Kolmogorov-Smirnov distance between two samples of lengths, in [0, 1]; 0 if either is empty."""
+    """Kolmogorov-Smirnov distance of two samples, in [0, 1]; 0 if either is empty."""
     if not a or not b:
         return 0.0
     points = np.union1d(a, b)
@@ -240,11 +238,11 @@ class QueueTimer:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._times: dict[int, dict[str, float]] = {}
-        """Group -> when it came where. Of a group that was retried: of its last attempt."""
+        """Group -> event -> time; of its last attempt."""
         self._num_running = 0
         self._changed_at = clock()
         self._seconds_with: defaultdict[int, float] = defaultdict(float)
-        """By number of groups with the engines."""
+        """Number of groups with the engines -> seconds."""
         self._lost: defaultdict[str, float] = defaultdict(float)
         self._backpressure_s = 0.0
 
@@ -252,23 +250,23 @@ class QueueTimer:
         self._times[group_id] = {"admitted": self._clock()}
 
     def claimed(self, group_id: int) -> None:
-        """A rollout worker has it from now on. Its requests may wait there, for room at an engine."""
+        """A rollout worker has it, where its requests may still wait for room at an engine."""
         self._count_running(1)
         self._times[group_id]["claimed"] = self._clock()
 
     def finished(self, group: Group) -> None:
-        """It waits for its step. What is not trained of it, responses without a reward and what agent loops gave up of
-        the others, is counted here."""
+        """It waits for its step. Counts its tokens that are never trained: those of responses without a reward, and
+        what agent loops gave up."""
         self._count_running(-1)
         self._times[group.group_id]["finished"] = self._clock()
-        for trajectory in group.generated:
-            if trajectory.status == "failed":
-                self._lost["failed_tokens"] += trajectory.num_generated_tokens + trajectory.num_lost_tokens
+        for one in group.generated:
+            if one.status == "failed":
+                self._lost["failed_tokens"] += one.num_generated_tokens + one.num_lost_tokens
             else:
-                self._lost["given_up_tokens"] += trajectory.num_lost_tokens
+                self._lost["unused_tokens"] += one.num_lost_tokens
 
     def filtered(self, group: Group) -> None:
-        """It is replaced by another; all that was generated for it is lost."""
+        """Another group replaces it; its tokens are lost."""
         self._count_running(-1)
         del self._times[group.group_id]
         self._lost["filtered_tokens"] += group.num_generated_tokens
@@ -282,7 +280,7 @@ class QueueTimer:
             self._times[group_id] = {"admitted": now}
 
     def taken(self, groups: Sequence[Group]) -> None:
-        """They are trained next. A group that was never admitted here is for the age check to find, not for this."""
+        """They are trained next. One that was never admitted is for the age check to find."""
         for group in groups:
             if group.group_id in self._times:
                 self._times[group.group_id]["taken"] = self._clock()
@@ -290,12 +288,11 @@ class QueueTimer:
     def step_record(
         self, groups: Sequence[Group], *, num_replicas: int, backpressure_s: float, engines_idle_frac: float | None
     ) -> dict[str, float]:
-        """Metrics since the last line; the `groups` of this step are forgotten.
+        """Metrics since the last record; forgets `groups`, which this step trained.
 
         Args:
             backpressure_s: total wait for free slots so far.
-            engines_idle_frac: as the engines measure it; until they have, `n` groups are taken to keep `n` engines
-                busy.
+            engines_idle_frac: as measured by the engines; None estimates it: `n` groups keep `n` engines busy.
         """
         self._count_running(0)
         seconds, self._seconds_with = self._seconds_with, defaultdict(float)
@@ -311,11 +308,7 @@ class QueueTimer:
             "time/backpressure_s": waited_s,
             "perf/engines_busy_frac": 1 - idle_frac,
             "perf/groups_running": sum(s * n for n, s in seconds.items()) / elapsed_s,
-            "discarded/filtered_tokens": lost["filtered_tokens"],
-            "discarded/failed_tokens": lost["failed_tokens"],
-            "discarded/unused_tokens": lost["given_up_tokens"],
-            "discarded/retried_s": lost["retried_s"],
-            "discarded/dropped_s": lost["dropped_s"],
+            **{f"discarded/{kind}": lost[kind] for kind in LOST},
             **_queue_waits(times, groups),
         }
 
@@ -327,7 +320,7 @@ class QueueTimer:
 
 
 def _queue_waits(times: Sequence[Mapping[str, float]], groups: Sequence[Group]) -> dict[str, float]:
-    """Mean and maximum of each wait, in seconds: over groups, and of the wait for an engine over responses."""
+    """Mean and maximum of each wait: over groups, that for an engine over responses."""
     waits = {
         "pending_s": [at["claimed"] - at["admitted"] for at in times],
         "rollout_s": [at["finished"] - at["claimed"] for at in times],
@@ -341,7 +334,6 @@ def _queue_waits(times: Sequence[Mapping[str, float]], groups: Sequence[Group]) 
 
 
 def sync_record(report: SyncReport) -> dict[str, object]:
-    """Metrics of the last sync that ended."""
     return {
         **{f"sync/{name}": getattr(report, name) for name in SYNC_FIELDS},
         "sync/bytes": report.nbytes,
@@ -352,7 +344,7 @@ def sync_record(report: SyncReport) -> dict[str, object]:
 
 
 def buffer_record(stats: BufferStats) -> dict[str, object]:
-    """Metrics of the rollout buffer; counts by reason become one metric each."""
+    """Counts by reason become one metric each."""
     record: dict[str, object] = {"discarded_tokens": stats.discarded_tokens}
     for name, value in asdict(stats).items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Scripted runs in virtual time."""
+"""Scripted runs in virtual time, and a directory in which inputs are checked."""
 
 from __future__ import annotations
 
@@ -43,6 +43,16 @@ def scripted(tmp_path: Path) -> Iterator[Callable[..., ScriptedRun]]:
             return ScriptedRun(cfg, world, telemetry, state, num_held_out=num_held_out)
 
         yield make
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The working directory, from which plug-ins are imported; offline."""
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
-"""Data sets and rewards from the configuration to prompts, and what is refused or warned of before the run."""
+"""A configuration -> data sets, rewards and the order of prompts, and what is refused or warned of before the run."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,29 +28,26 @@ from trainer.telemetry.console import FILE_ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from rollout.types import Prompt
     from trainer.config.schema import RunConfig
     from trainer.driver.datasets import DataSets
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
-def write(path: Path, *rows: Mapping[str, Any]) -> str:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path.name
+def write(name: str, *rows: Mapping[str, Any] | str | list[Any]) -> str:
+    """A file in the working directory; a row that is no mapping is a prompt."""
+    full = [row if isinstance(row, dict) else {"prompt": row, "answer": "2"} for row in rows]
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in full), encoding="utf-8")
+    return name
 
 
-def row(prompt: str, **more: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "answer": "2", **more}
+def data(train: list[Any], held_out: list[Any] | str = "5+5=", *, step: int | None = None) -> list[str]:
+    """Overrides that name files with these rows; a step takes all training prompts unless `step` is given."""
+    rows = [held_out] if isinstance(held_out, str) else held_out
+    paths = [f"task.train_path={write('train.jsonl', *train)}", f"task.eval_path={write('test.jsonl', *rows)}"]
+    return [*paths, f"trainer.groups_per_step={len(train) if step is None else step}"]
 
 
 def cfg_of(*overrides: str) -> RunConfig:
@@ -60,107 +58,94 @@ def checked(*overrides: str) -> DataSets:
     return check_inputs(cfg_of(*overrides))[0]
 
 
+def logged(*overrides: str, inputs: DataSets, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        log_inputs(cfg_of(*overrides), inputs)
+    return [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+
+
 # --- sets ---
 
 
 def test_training_and_held_out_prompts_are_disjoint() -> None:
     loaded = checked()
     held_out = loaded.evaluation[0].prompts
-    assert (len(loaded.train.prompts), len(held_out)) == (50 * 50 - 250, 250)
+    assert (len(loaded.train.prompts), len(held_out), loaded.notes) == (50 * 50 - 250, 250, ())
     assert not {p.text for p in loaded.train.prompts} & {p.text for p in held_out}
     assert build_tokenizer().decode(held_out[0].token_ids) == held_out[0].text
-    assert loaded.notes == ()
 
 
-def test_a_set_is_read_as_it_says_and_otherwise_as_the_task_does(here: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(here / "train.jsonl", row("1+1="))
-    write(here / "test.jsonl", row("1+2="))
+def test_a_set_is_read_as_it_says_and_otherwise_as_the_task_does(caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"question": f"{n}+5=", "solution": {"final": str(n + 5)}} for n in range(6)]
-    write(here / "other.jsonl", *rows, rows[0])
+    write("other.jsonl", *rows, rows[0])
     columns = "path: other.jsonl, prompt_column: question, answer_column: solution.final"
     sums = "path: 'builtin:arithmetic', split: train, size: 5"
-    sets = f"{{other: {{{columns}, samples: 8}}, few: {{{columns}, size: 2}}, sums: {{{sums}}}}}"
-    paths = ["task.train_path=train.jsonl", "task.eval_path=test.jsonl", "trainer.eval_temperature=1"]
-    cfg = cfg_of(*paths, f"task.eval_sets={sets}", "trainer.eval_samples=3")
-    loaded = load_data(cfg, chat_tokenizer(PLAIN))
-    assert [(one.name, len(one.prompts), one.num_samples) for one in loaded.evaluation] == [
-        ("", 1, 3),
-        ("other", 6, 8),
-        ("few", 2, 3),
-        ("sums", 5, 3),
-    ]
+    sets = f"task.eval_sets={{other: {{{columns}, samples: 8}}, few: {{{columns}, size: 2}}, sums: {{{sums}}}}}"
+    paths = [*data(["1+1="], "1+2="), "trainer.eval_temperature=1", "trainer.eval_samples=3"]
+    loaded = load_data(cfg_of(*paths, sets), chat_tokenizer(PLAIN))
+    found = [(one.name, len(one.prompts), one.num_samples) for one in loaded.evaluation]
+    assert found == [("", 1, 3), ("other", 6, 8), ("few", 2, 3), ("sums", 5, 3)]
     assert [(p.text, p.answer) for p in loaded.evaluation[1].prompts[:2]] == [("0+5=", "5"), ("1+5=", "6")]
-    with caplog.at_level("INFO"):
-        log_inputs(cfg, loaded)
-    assert "1 training prompts, 1 held out, other 6, few 2, sums 5" in caplog.text
-    assert "rows of task.eval_sets.other.path that were left out: 1 that repeat" in caplog.text
+    lines = logged(*paths, sets, inputs=loaded, caplog=caplog)
+    assert lines[0] == "INFO 1 training prompts, 1 held out, other 6, few 2, sums 5"
+    assert "rows of task.eval_sets.other.path that were left out: 1 that repeat" in lines[1]
     with pytest.raises(DataError, match=r"task\.eval_sets\.wrong: other\.jsonl, line 1: no column 'prompt'"):
         load_data(cfg_of(*paths, "task.eval_sets={wrong: {path: other.jsonl}}"), chat_tokenizer(PLAIN))
 
 
 def test_one_directory_for_two_sets_is_refused_where_splits_are_not_read(here: Path) -> None:
+    (here / "data").mkdir()
     for name in ("train", "test"):
-        write(here / "data" / f"{name}.jsonl", row("1+1="))
+        write(f"data/{name}.jsonl", "1+1=")
     with pytest.raises(DataError, match="both read"):
         checked("task.train_path=data", "task.eval_path=data")
     message = r"task\.train_path=data and task\.eval_sets\.all\.path=data both read .* task\.eval_sets\.all\.split=dev"
     more = ["trainer.eval_temperature=1", "task.eval_sets={all: {path: data, split: dev}}"]
     with pytest.raises(DataError, match=message):
-        checked("task.train_path=data", f"task.eval_path={write(here / 'held_out.jsonl', row('1+2='))}", *more)
+        checked("task.train_path=data", f"task.eval_path={write('held_out.jsonl', '1+2=')}", *more)
 
 
-# --- what is warned of ---
+# --- warnings ---
 
 
-def test_rows_that_are_left_out_are_counted_by_data_set_and_logged(
-    here: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    short, long = row("1+1="), row("1+" * 20 + "1=")
-    data = [f"task.train_path={write(here / 'train.jsonl', short, short, short, long)}"]
-    data += [f"task.eval_path={write(here / 'held_out.jsonl', row('1 + 1='), long)}"]
-    sizes = ["task.overlong_prompts=filter", "task.max_prompt_tokens=16", "trainer.groups_per_step=1"]
-    cfg = cfg_of(*data, *sizes)
-    loaded = checked(*data, *sizes)
-    caplog.clear()
-    with caplog.at_level("INFO"):
-        log_inputs(cfg, loaded)
-    left_out = "rows of {} that were left out: {} that repeat an earlier one (task.dedup), 1 over {}=16"
-    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("INFO", "1 training prompts, 1 held out"),
-        ("WARNING", left_out.format("task.train_path", 2, "task.max_prompt_tokens")),
-        ("WARNING", left_out.format("task.eval_path", 0, "task.max_prompt_tokens")),
-        ("INFO", "weights: those of builtin:tiny"),
+def test_rows_that_are_left_out_are_counted_by_data_set_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    short, long = "1+1=", "1+" * 20 + "1="
+    overrides = data([short, short, short, long], ["1 + 1=", long], step=1)
+    overrides += ["task.overlong_prompts=filter", "task.max_prompt_tokens=16"]
+    left_out = "WARNING rows of {} that were left out: {} that repeat an earlier one (task.dedup), 1 over {}=16"
+    assert logged(*overrides, inputs=checked(*overrides), caplog=caplog) == [
+        "INFO 1 training prompts, 1 held out",
+        left_out.format("task.train_path", 2, "task.max_prompt_tokens"),
+        left_out.format("task.eval_path", 0, "task.max_prompt_tokens"),
+        "INFO weights: those of builtin:tiny",
     ]
 
 
-@pytest.mark.parametrize("is_one_file", [True, False])
-def test_questions_that_are_trained_on_and_evaluated_are_warned_of(
-    here: Path, is_one_file: bool, caplog: pytest.LogCaptureFixture
+THREE = ["1+1=", "A b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "step", "note"),
+    [
+        pytest.param(THREE, THREE, 3, "3 of 3 prompts of task.eval_path are among those of task.train_path: ",
+                     id="all are trained on"),
+        pytest.param(THREE, ["a   B", "1+2=", "c"], 3, "2 of 3 prompts of task.eval_path are among those of ",
+                     id="white space and case do not count"),
+        pytest.param(THREE, "5+5=", 64, "task.train_path has 3 prompts, fewer than trainer.groups_per_step=64: ",
+                     id="fewer prompts than a step takes"),
+        pytest.param(THREE, "5+5=", 3, "", id="as many as a step takes"),
+        pytest.param([f"what is {n}? é日" for n in range(100)], "5+5=", 4,
+                     "the tokenizer loses 100 characters (é 日) of 50 prompts that were decoded: 'what is 0? é日' ",
+                     id="lost characters"),
+    ],
+)  # fmt: skip
+def test_data_that_is_rarely_meant_is_warned_of_once(
+    train: list[Any], held_out: Any, step: int, note: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train = write(here / "train.jsonl", row("1+1="), row("A b"), row("c"))
-    held_out = train if is_one_file else write(here / "test.jsonl", row("a   B"), row("1+2="), row("c"))
-    (note,) = checked(f"task.train_path={train}", f"task.eval_path={held_out}", "trainer.groups_per_step=3").notes
-    count = "3 of 3" if is_one_file else "2 of 3"
-    assert note.startswith(f"{count} prompts of task.eval_path are among those of task.train_path: ")
-    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [note]
-
-
-def test_fewer_prompts_than_a_step_takes_are_warned_of(here: Path) -> None:
-    train = write(here / "train.jsonl", row("1+1="), row("1+2="), row("1+3="))
-    data = [f"task.train_path={train}", f"task.eval_path={write(here / 'test.jsonl', row('5+5='))}"]
-    (note,) = checked(*data, "trainer.groups_per_step=64").notes
-    assert note.startswith("task.train_path has 3 prompts, fewer than trainer.groups_per_step=64: ")
-    assert checked(*data, "trainer.groups_per_step=3").notes == ()
-
-
-def test_characters_that_the_tokenizer_loses_are_warned_of_once(here: Path) -> None:
-    rows = [row(f"what is {n}? é日") for n in range(100)]
-    data = [f"task.train_path={write(here / 'train.jsonl', *rows)}"]
-    data += [f"task.eval_path={write(here / 'test.jsonl', row('5+5='))}", "task.max_prompt_tokens=64"]
-    (note,) = checked(*data, "trainer.groups_per_step=4").notes
-    assert note.startswith(
-        "the tokenizer loses 100 characters (é 日) of 50 prompts that were decoded: 'what is 0? é日' "
-    )
+    notes = checked(*data(train, held_out, step=step), "task.max_prompt_tokens=64").notes
+    assert [one.startswith(note) for one in notes] == [True] * bool(note)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [*notes]
 
 
 @pytest.mark.parametrize("text", ["what is 3? é日", "a  b\n c", "ﬁne", "<eos>user\nx", ""])
@@ -173,7 +158,7 @@ def test_a_tokenizer_of_bytes_loses_no_character(text: str) -> None:
     assert list(lost_characters(tokenizer, [prompt])) == []
 
 
-# --- chat templates ---
+# --- chat templates and tools ---
 
 TOOLS = '''
 def double(number: int) -> int:
@@ -201,7 +186,8 @@ CHAT = ["task.train_path=train.jsonl", "task.eval_path=test.jsonl", "task.max_pr
 @pytest.fixture
 def chats(here: Path) -> Path:
     for name in ("train", "test"):
-        write(here / f"{name}.jsonl", *(row([{"role": "user", "content": f"{name} {n}"}]) for n in range(2)))  # type: ignore[arg-type]
+        rows = [{"prompt": [{"role": "user", "content": f"{name} {n}"}], "answer": "2"} for n in range(2)]
+        write(f"{name}.jsonl", *rows)
     (here / "tools_for_datasets.py").write_text(TOOLS)
     chat_tokenizer(THINKING).save_pretrained(here / "tokenizer")
     return here
@@ -216,31 +202,21 @@ def agent_args(more: str = "", tools: str = "tools_for_datasets.double", tokeniz
     return f"task.agent_args={{tokenizer: {tokenizer}, tools: [{tools}]{more}}}"
 
 
-def test_arguments_reach_the_template_of_training_and_held_out_prompts(chats: Path) -> None:
+def test_arguments_and_tools_reach_the_template_of_training_and_held_out_prompts(chats: Path) -> None:
     assert [prompt.text.endswith(CLOSED) for prompt in rendered()] == [False] * 4
     assert [prompt.text.endswith(CLOSED) for prompt in rendered(OFF)] == [True] * 4
-
-
-def test_the_tools_of_the_agent_are_shown_by_the_template(chats: Path) -> None:
     for prompt in rendered(TOOL_AGENT, agent_args()):
-        assert '"name": "double"' in prompt.text
-        assert prompt.text.startswith("<|im_start|>system")
-    for prompt in rendered(TOOL_AGENT, agent_args(", tools_in_prompt: false")):
-        assert "double" not in prompt.text
+        assert '"name": "double"' in prompt.text and prompt.text.startswith("<|im_start|>system")
+    assert not any("double" in prompt.text for prompt in rendered(TOOL_AGENT, agent_args(", tools_in_prompt: false")))
 
 
 @pytest.mark.parametrize(
-    ("argument", "template", "message"),
-    [
-        ("{thinking: false}", THINKING, "never reads thinking; it reads enable_thinking"),
-        ("{enable_thinking: false}", PLAIN, "never reads enable_thinking; it reads nothing but the messages"),
-        ("{tools: []}", THINKING, "tools cannot be set: rendering a prompt sets it"),
-        ("{temperature: nan}", THINKING, r"must be values of JSON"),
-    ],
+    ("argument", "message"),
+    [("{thinking: false}", "never reads thinking; it reads enable_think"), ("{temperature: nan}", "values of JSON")],
 )
-def test_an_argument_that_changes_nothing_is_refused(argument: str, template: str, message: str, chats: Path) -> None:
+def test_an_argument_that_changes_nothing_is_refused(argument: str, message: str, chats: Path) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
-        rendered(f"task.chat_template_kwargs={argument}", template=template)
+        rendered(f"task.chat_template_kwargs={argument}")
     assert caught.value.problems[0].key == "task.chat_template_kwargs"
 
 
@@ -254,7 +230,7 @@ def test_an_argument_that_changes_nothing_is_refused(argument: str, template: st
 def test_arguments_and_tools_for_prompts_that_go_through_no_template_are_refused(
     overrides: list[str], message: str, chats: Path
 ) -> None:
-    write(chats / "train.jsonl", row("1+1="))
+    write("train.jsonl", "1+1=")
     with pytest.raises(DataError, match=message):
         rendered(*overrides)
     assert rendered(OFF, "task.apply_chat_template=true")[0].text.endswith(CLOSED)
@@ -275,10 +251,9 @@ def test_loops_that_ask_for_the_arguments_get_them_in_driver_and_workers(chats: 
     loop = "class Loop:\n    def __init__(self, chat_template_kwargs): self.seen = chat_template_kwargs\n"
     (chats / "asking_loop.py").write_text(f"{loop}    async def run(self, prompt, max_tokens, generate): ...\n")
     cfg = cfg_of(OFF, "task.agent=asking_loop.Loop", *CHAT)
-    make_agent(cfg)
     spec = worker_spec(cfg)
-    made: Any = make_loop(spec.agent, spec.agent_args, chat_template_kwargs=spec.chat_template_kwargs)
-    assert made.seen == {"enable_thinking": False}
+    made = [make_agent(cfg), make_loop(spec.agent, spec.agent_args, chat_template_kwargs=spec.chat_template_kwargs)]
+    assert [one.seen for one in made] == [{"enable_thinking": False}] * 2  # type: ignore[attr-defined]
     own: Any = make_loop(spec.agent, {"chat_template_kwargs": {}}, chat_template_kwargs=spec.chat_template_kwargs)
     assert own.seen == {}, "the arguments of the agent go first"
 
@@ -290,9 +265,9 @@ def test_prompts_keep_their_messages_for_agents_alone(agent: str) -> None:
         assert list(prompt.messages) == ([{"role": "user", "content": prompt.text}] if agent else [])
 
 
-def notes_on_tools(folder: Path, template: str, *overrides: str, **args: str) -> list[str]:
-    """What is noted of the prompts of a run with these tools, where the agent's tokenizer has this template."""
-    chat_tokenizer(template).save_pretrained(folder / "agents")
+def notes_on_tools(template: str, *overrides: str, **args: str) -> list[str]:
+    """Notes on the prompts of a run with these tools, where the agent's tokenizer has this template."""
+    chat_tokenizer(template).save_pretrained("agents")
     sizes = ["task.apply_chat_template=true", "task.max_prompt_tokens=100"]
     return list(checked(*sizes, TOOL_AGENT, agent_args(tokenizer="agents", **args), *overrides).notes)
 
@@ -300,17 +275,18 @@ def notes_on_tools(folder: Path, template: str, *overrides: str, **args: str) ->
 def test_tools_that_the_prompts_do_not_name_are_warned_of_on_the_screen_and_in_the_log(
     chats: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (text,) = notes_on_tools(chats, PLAIN)
-    assert "the chat template shows no tools, and the training prompts do not name double (in 0 of " in text
-    for way in ("reads `tools`", "task.system_prompt", "tools_in_prompt=false"):
-        assert way in text
+    (text,) = notes_on_tools(PLAIN)
+    for words in (
+        "the chat template shows no tools, and the training prompts do not name double (in 0 of ",
+        *("reads `tools`", "task.system_prompt", "tools_in_prompt=false"),
+    ):
+        assert words in text
     (on_screen,) = [record for record in caplog.records if "double" in record.getMessage()]
     assert (on_screen.levelname, on_screen.getMessage()) == ("WARNING", text)
     assert not hasattr(on_screen, *FILE_ONLY)
-    caplog.clear()
-    log_inputs(cfg_of(), replace(checked(), notes=(text,)))
+    assert f"WARNING {text}" in logged(inputs=replace(checked(), notes=(text,)), caplog=caplog)
     in_file = next(record for record in caplog.records if record.levelname == "WARNING")
-    assert in_file.getMessage() == text and in_file.__dict__.items() >= FILE_ONLY.items()
+    assert in_file.__dict__.items() >= FILE_ONLY.items()
 
 
 @pytest.mark.parametrize(
@@ -320,7 +296,7 @@ def test_tools_that_the_prompts_do_not_name_are_warned_of_on_the_screen_and_in_t
         (PLAIN, "You may call double_it.", {}, "shows no tools"),
         (PLAIN, "It is doubled.", {}, "shows no tools"),
         (PLAIN, "?", {"more": ", tools_in_prompt: false"}, ""),
-        # That of the agent's tokenizer reads them, that of the model does not.
+        # The template of the agent's tokenizer reads them, that of the model does not.
         (THINKING, "?", {}, "is given the tools and does not show them, and the training prompts do not name double"),
         (
             PLAIN,
@@ -333,15 +309,13 @@ def test_tools_that_the_prompts_do_not_name_are_warned_of_on_the_screen_and_in_t
 def test_a_tool_that_the_system_prompt_names_is_known_to_the_policy(
     template: str, prompt: str, args: dict[str, str], expected: str, chats: Path
 ) -> None:
-    notes = notes_on_tools(chats, template, f"task.system_prompt={prompt}", **args)
-    assert len(notes) == bool(expected)
-    assert expected in "".join(notes)
+    notes = notes_on_tools(template, f"task.system_prompt={prompt}", **args)
+    assert len(notes) == bool(expected) and expected in "".join(notes)
 
 
 def test_a_tool_that_a_few_prompts_name_by_chance_is_warned_of_with_their_number(chats: Path) -> None:
-    for name, some, digit in (("train", "how much is double that?", 1), ("test", "?", 3)):
-        write(chats / f"{name}.jsonl", *(row(text) for text in (some, f"{digit}+1=", f"{digit}+0=")))
-    (text,) = notes_on_tools(chats, PLAIN, *CHAT[:2], "trainer.groups_per_step=3")
+    paths = data(["how much is double that?", "1+1=", "1+0="], ["?", "3+1=", "3+0="])
+    (text,) = notes_on_tools(PLAIN, *paths)
     assert "do not name double (in 1 of 3): " in text
 
 
@@ -358,38 +332,29 @@ def of_parts(groups):
     return [group.rewards_G for group in groups]
 """,
 }
+CUSTOM = "algorithm.advantage_estimator=parts_estimator.of_parts"
 
 
 @pytest.fixture
-def rewards(here: Path) -> Path:
+def rewards(here: Path) -> None:
     for name, text in REWARDS.items():
         (here / name).write_text(text)
-    return here
 
 
 @pytest.mark.parametrize(
     ("reward", "overrides", "key"),
     [
-        ("with_parts.py:reward", ["algorithm=gdpo"], ""),
-        ("with_parts.py:reward", ["algorithm=gdpo", "algorithm.gdpo_weights={correct: 1, format: 0.5}"], ""),
-        ("plain.py:reward", ["algorithm=grpo"], ""),
-        ("plain.py:reward", ["algorithm=gdpo"], "algorithm.advantage_estimator"),
-        (
-            "plain.py:reward",
-            ["algorithm.advantage_estimator=parts_estimator.of_parts"],
-            "algorithm.advantage_estimator",
-        ),
-        (
-            "with_parts.py:reward",
-            ["algorithm=gdpo", "algorithm.gdpo_weights={correct: 1, fromat: 0.5}"],
-            "algorithm.gdpo_weights",
-        ),
+        ("with_parts.py", ["algorithm=gdpo", "algorithm.gdpo_weights={correct: 1, format: 0.5}"], ""),
+        ("plain.py", ["algorithm=grpo"], ""),
+        ("plain.py", ["algorithm=gdpo"], "algorithm.advantage_estimator"),
+        ("plain.py", [CUSTOM], "algorithm.advantage_estimator"),
+        ("with_parts.py", ["algorithm=gdpo", "algorithm.gdpo_weights={fromat: 0.5}"], "algorithm.gdpo_weights"),
     ],
 )
 def test_a_reward_gives_the_parts_that_the_estimator_reads(
-    reward: str, overrides: list[str], key: str, rewards: Path
+    reward: str, overrides: list[str], key: str, rewards: None
 ) -> None:
-    overrides = [*overrides, f"task.reward.name={reward}"]
+    overrides = [*overrides, f"task.reward.name={reward}:reward"]
     if not key:
         assert checked(*overrides).train.prompts
         return
@@ -398,29 +363,26 @@ def test_a_reward_gives_the_parts_that_the_estimator_reads(
     assert [problem.key for problem in caught.value.problems] == [key]
 
 
-def mixed(folder: Path, *names: str | None, algorithm: str = "algorithm=grpo") -> list[str]:
-    write(folder / "mixed.jsonl", *(row(f"{number}+1=", by=name) for number, name in enumerate(names)))
-    data = ["task.train_path=mixed.jsonl", "task.reward.column=by", "trainer.groups_per_step=1"]
-    return [algorithm, "task.reward.name=with_parts.py:reward", *data]
+def mixed(*names: str | None, algorithm: str = "grpo") -> list[str]:
+    write("mixed.jsonl", *({"prompt": f"{n}+1=", "answer": "2", "by": name} for n, name in enumerate(names)))
+    paths = ["task.train_path=mixed.jsonl", "task.reward.column=by", "trainer.groups_per_step=1"]
+    return [f"algorithm={algorithm}", "task.reward.name=with_parts.py:reward", *paths]
 
 
-def test_prompts_come_with_the_rewards_that_their_rows_name(rewards: Path, caplog: pytest.LogCaptureFixture) -> None:
-    overrides = mixed(rewards, None, "plain.py:reward", "plain.py:reward", "arithmetic")
+def test_prompts_come_with_the_rewards_that_their_rows_name(rewards: None, caplog: pytest.LogCaptureFixture) -> None:
+    overrides = mixed(None, "plain.py:reward", "plain.py:reward", "arithmetic")
     loaded = checked(*overrides)
     assert [p.reward for p in loaded.train.prompts] == ["", "plain.py:reward", "plain.py:reward", "arithmetic"]
     assert {p.reward for p in loaded.evaluation[0].prompts} == {""}
-    with caplog.at_level("INFO"):
-        log_inputs(cfg_of(*overrides), loaded)
-    num_default = 1 + len(loaded.evaluation[0].prompts)
-    assert f"prompts by reward: with_parts.py:reward {num_default}, plain.py:reward 2, arithmetic 1" in caplog.text
+    counts = f"with_parts.py:reward {1 + len(loaded.evaluation[0].prompts)}, plain.py:reward 2, arithmetic 1"
+    assert f"INFO prompts by reward: {counts}" in logged(*overrides, inputs=loaded, caplog=caplog)
 
 
-@pytest.mark.parametrize("reward", ["plain.py:rewards", "nowhere.py:reward", "maths"])
-def test_a_reward_of_a_row_that_cannot_be_used_is_refused_with_its_place(rewards: Path, reward: str) -> None:
-    with pytest.raises(DataError, match=f"column 'by' of prompt mixed/2: .*{reward.split(':')[0]}"):
-        checked(*mixed(rewards, None, reward))
+def test_a_reward_of_a_row_that_cannot_be_used_is_refused_with_its_place(rewards: None) -> None:
+    with pytest.raises(DataError, match=r"column 'by' of prompt mixed/2: .*nowhere"):
+        checked(*mixed(None, "nowhere.py:reward"))
     with pytest.raises(ConfigurationError, match=r"plain\.py:reward returns none"):
-        checked(*mixed(rewards, None, "plain.py:reward", algorithm="algorithm=gdpo"))
+        checked(*mixed(None, "plain.py:reward", algorithm="gdpo"))
 
 
 # --- the order of prompts ---
@@ -438,8 +400,7 @@ def test_difficulty_is_the_column_or_the_rarity_of_a_pass() -> None:
     by_level = curriculum_of(TaskConfig(**CURRICULUM, difficulty_column="level", curriculum_epochs=3), rows)
     by_rate = curriculum_of(TaskConfig(**CURRICULUM, pass_rate_column="rate"), rows)
     assert by_level is not None and by_rate is not None
-    assert by_level.difficulties.tolist() == [1.0, 2.0]
-    assert by_level.num_epochs == 3
+    assert (by_level.difficulties.tolist(), by_level.num_epochs) == ([1.0, 2.0], 3)
     assert by_rate.difficulties.tolist() == [-0.2, -0.8]
     assert curriculum_of(TaskConfig(), rows) is None and pass_rates_of(TaskConfig(), rows) is None
 
@@ -447,8 +408,10 @@ def test_difficulty_is_the_column_or_the_rarity_of_a_pass() -> None:
 def test_a_pass_rate_may_be_unknown() -> None:
     rates = pass_rates_of(TaskConfig(**FILTER), with_columns({"rate": 0.0}, {"rate": None}, {"rate": 0.5}))
     assert rates is not None
-    assert rates.record()["prompts_excluded"] == 1
-    assert rates.record()["pass_rate_mean"] == 0.25
+    assert (rates.record()["prompts_excluded"], rates.record()["pass_rate_mean"]) == (1, 0.25)
+
+
+BY_LEVEL = CURRICULUM | {"difficulty_column": "level"}
 
 
 @pytest.mark.parametrize(
@@ -457,12 +420,8 @@ def test_a_pass_rate_may_be_unknown() -> None:
         (FILTER, [{}], "no column 'rate'; .* set task.pass_rate_column"),
         (FILTER, [{"rate": 80}], r"prompt train/0: column 'rate' holds 80; .* shares, 0 to 1"),
         (FILTER, [{"rate": 0.0}], "from the start"),
-        (CURRICULUM | {"difficulty_column": "level"}, [{}], "no column 'level'; .* set task.difficulty_column"),
-        (
-            CURRICULUM | {"difficulty_column": "level"},
-            [{"level": 1}, {"level": None}],
-            r"prompt train/1: column 'level' \(task.difficulty_column\) is null",
-        ),
+        (BY_LEVEL, [{}], "no column 'level'; .* set task.difficulty_column"),
+        (BY_LEVEL, [{"level": 1}, {"level": None}], r"prompt train/1: column 'level' \(task.difficulty_.*\) is null"),
     ],
 )
 def test_a_column_that_does_not_fit_or_leaves_no_prompt_is_refused_before_the_run(

@@ -1,4 +1,5 @@
-"""What is refused before anything is started or written: files, packages, devices, the hub, models, plug-ins."""
+"""A configuration -> what is refused or warned of before anything is started or written: files, packages, devices, the
+hub, models, plug-ins. Data and rewards are in `test_datasets.py`."""
 
 from __future__ import annotations
 
@@ -15,16 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import LlamaConfig
 
-from rollout.errors import DataError
 from tests.fakes.scripted_run import prompt_set
 from trainer.__main__ import main
 from trainer.builtin.tiny_model import build_tokenizer
 from trainer.config.compose import load_config
-from trainer.config.schema import RunConfig
-from trainer.driver import models, preflight, run
+from trainer.driver import models, preflight
 from trainer.driver.checkpointing import origin
 from trainer.driver.datasets import DataSets
-from trainer.driver.named_files import file_problems, looks_local
+from trainer.driver.named_files import file_problems
 from trainer.driver.preflight import check_inputs, check_own_functions, make_agent
 from trainer.errors import ConfigurationError
 from trainer.learner.checkpoint import begin, commit
@@ -34,14 +33,9 @@ from weight_sync.device.select import build
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from trainer.config.schema import RunConfig
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def tiny(*overrides: str) -> RunConfig:
@@ -58,8 +52,7 @@ def refused(*overrides: str) -> Any:
 
 def test_the_default_run_is_ready_without_making_the_model(here: Path) -> None:
     checked = preflight.preflight(tiny())
-    assert checked.backend.name == "cpu"
-    assert checked.resumed is None
+    assert (checked.backend.name, checked.resumed) == ("cpu", None)
     assert checked.models["model.path"].vocab_size == 128
     assert list(here.iterdir()) == []
 
@@ -70,140 +63,70 @@ def test_a_missing_model_a_bad_column_and_a_broken_reward_are_reported_together(
 ) -> None:
     """The model is missed without torch (`nowhere`), or once it is read (`empty`)."""
     (here / "empty").mkdir()
-    (here / "empty" / "config.json").write_text("{}")
-    (here / "empty" / "tokenizer.json").write_text("{}")
-    (here / "empty" / "model.safetensors").write_text("")
+    for file, text in {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": ""}.items():
+        (here / "empty" / file).write_text(text)
     (here / "reward.py").write_text("def reward(*, prompt, response, answer, metadata): raise KeyError('gold')\n")
     (here / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
     wrong = ["device=cpu", f"model.path=./{model}", "task.reward.name=reward.py:reward"]
-    assert main(wrong) == 2
-    on_screen = capsys.readouterr().err
-    assert f"model.path = ./{model}" in on_screen and "KeyError: 'gold'" in on_screen
-    assert main([*wrong, "task.train_path=rows.jsonl"]) == 2
-    on_screen = capsys.readouterr().err
-    assert f"model.path = ./{model}" in on_screen and "the columns are: question, answer" in on_screen
+    for more, words in (([], "KeyError: 'gold'"), (["task.train_path=rows.jsonl"], "columns are: question, answer")):
+        assert main([*wrong, *more]) == 2
+        on_screen = capsys.readouterr().err
+        assert f"model.path = ./{model}" in on_screen and words in on_screen
 
 
 @pytest.mark.parametrize(
-    ("overrides", "kind", "words"),
+    ("cores", "overrides", "begin_of_note"),
     [
-        (["task.reward.name=nowhere.py:f"], DataError, "nowhere.py"),
-        (["task.reward.name=math_"], DataError, "math_"),
-        (["model.tokenizer_path=./empty"], ConfigurationError, "model.tokenizer_path"),
-        (["task.train_path=./rows.jsonl"], DataError, "question"),
-        (["task.max_prompt_tokens=2"], DataError, "max_prompt_tokens"),
-        (["rollout.stop_token_ids=[5, 4000]"], ConfigurationError, "must be below 98, the number of tokens"),
-    ],
-)
-def test_what_cannot_work_is_refused_and_nothing_is_left(
-    overrides: list[str], kind: type[Exception], words: str, here: Path
-) -> None:
-    (here / "empty").mkdir()
-    (here / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
-    before = sorted(here.rglob("*"))
-    with pytest.raises(kind, match=words):
-        run.run(tiny(*overrides), started_at=0.0)
-    assert sorted(here.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("cores", "overrides", "begins"),
-    [
-        (2, ["learner.num_ranks=3"], ["learner.num_ranks=3 processes share the 2 cores of this host"]),
-        (2, ["learner.num_ranks=2"], []),
-        (8, ["mode.max_staleness=4", "trainer.total_steps=4"], ["mode.max_staleness=4 is no bound for a run of"]),
-        (8, ["mode.max_staleness=3", "trainer.total_steps=4"], []),
+        (2, ["learner.num_ranks=3"], "learner.num_ranks=3 processes share the 2 cores of this host"),
+        (2, ["learner.num_ranks=2"], ""),
+        (8, ["mode.max_staleness=4", "trainer.total_steps=4"], "mode.max_staleness=4 is no bound for a run of"),
+        (8, ["mode.max_staleness=3", "trainer.total_steps=4"], ""),
     ],
 )
 def test_more_ranks_than_cores_and_a_staleness_beyond_the_run_are_warned_of(
-    cores: int, overrides: list[str], begins: list[str], monkeypatch: pytest.MonkeyPatch
+    cores: int, overrides: list[str], begin_of_note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: range(cores))
     notes = preflight.preflight(tiny(*overrides)).inputs.notes
-    assert len(notes) == len(begins)
-    assert all(note.startswith(begin) for note, begin in zip(notes, begins, strict=True)), notes
+    assert [note.startswith(begin_of_note) for note in notes] == [True] * bool(begin_of_note)
 
 
-# --- named files ---
+# --- named files: more of them in tests/golden (argv) and tests/e2e/test_bad_input.py ---
 
 
-def with_keys(**keys: Any) -> RunConfig:
-    """`section__key=value` for a nested key."""
-    config: Any = RunConfig()
-    for path, value in keys.items():
-        config = _changed(config, path.split("__"), value)
-    return config
-
-
-def _changed(node: Any, path: list[str], value: Any) -> Any:
-    name, *deeper = path
-    return replace(node, **{name: _changed(getattr(node, name), deeper, value) if deeper else value})
-
-
-def unusable(config: RunConfig | None = None, **keys: Any) -> list[str]:
-    return [problem.key for problem in file_problems(with_keys(**keys) if config is None else config)]
+def unusable(*overrides: str) -> list[str]:
+    """Keys of what shows without torch."""
+    return [problem.key for problem in file_problems(load_config(list(overrides)))]
 
 
 def model_directory(path: Path, **described: Any) -> str:
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(described))
     (path / "tokenizer.json").write_text("{}")
-    return str(path)
+    return f"model.path={path}"
 
 
-def test_what_is_named_and_missing_is_refused(here: Path) -> None:
+def test_hub_names_are_taken_as_they_are() -> None:
+    names = ["model.path=Qwen/Qwen2.5-7B", "task.train_path=openai/gsm8k:main", "task.eval_path=owner/name"]
+    assert unusable(*names) == unusable("model.path=gpt2") == []
+    assert unusable("model.path=a/b/c") == unusable("model.path=./b") == ["model.path"]
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused_and_none_is_left_behind(here: Path) -> None:
     (here / "file").write_text("x")
-    missing = str(here / "missing")
-    assert unusable(
-        run_dir=str(here / "file"),
-        model__path=missing,
-        model__tokenizer_path=missing,
-        task__train_path=missing + ".jsonl",
-        task__eval_path="also_missing.parquet",
-        task__reward__name=f"{missing}.py:score",
-        task__agent=f"{missing}.py:Loop",
-        checkpoint__resume=missing,
-    ) == [
-        "run_dir", "model.path", "model.tokenizer_path", "task.train_path", "task.eval_path", "task.reward.name",
-        "task.agent", "checkpoint.resume",
-    ]  # fmt: skip
-    assert unusable(model__path="builtin:huge", task__train_path="builtin:poems") == ["model.path", "task.train_path"]
-
-
-def test_hub_names_need_no_network() -> None:
-    names = {"model__path": "Qwen/Qwen2.5-7B", "task__train_path": "openai/gsm8k:main", "task__eval_path": "owner/name"}
-    assert unusable(**names) == []
-    assert not looks_local("gpt2") and looks_local("a/b/c") and looks_local("./b")
-
-
-def test_a_run_dir_that_cannot_be_made_is_refused_and_nothing_is_left_behind(here: Path) -> None:
-    (here / "file").write_text("x")
-    assert unusable(run_dir=str(here / "file" / "run")) == unusable(run_dir="/proc/run") == ["run_dir"]
-    assert unusable(run_dir=str(here / "new" / "run")) == []
-    assert [p.name for p in here.iterdir()] == ["file"]
-
-
-def test_a_model_directory_must_be_whole_and_must_fit(here: Path) -> None:
-    good = model_directory(here / "good", num_attention_heads=4, max_position_embeddings=1536)
-    assert unusable(model__path=good) == []
-    assert unusable(model__path=good, rollout__tensor_parallel_size=3) == ["rollout.tensor_parallel_size"]
-    assert unusable(model__path=good, rollout__max_response_tokens=1025) == ["rollout.max_response_tokens"]
-    (here / "good" / "tokenizer.json").unlink()
-    assert unusable(model__path=good) == ["model.path"]
-    (here / "good" / "tokenizer.json").write_text("{}")
-    (here / "good" / "config.json").write_text("{broken")
-    assert unusable(model__path=good) == ["model.path"]
-    (here / "good" / "config.json").unlink()
-    assert unusable(model__path=good) == ["model.path"]
+    for wrong in ("file", "file/run", "/proc/run"):
+        assert unusable(f"run_dir={wrong}") == ["run_dir"]
+    assert unusable("run_dir=new/run") == []
+    assert [path.name for path in here.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(("kv_heads", "fitting"), [(4, [1, 2, 4, 28]), (8, [1, 2, 4]), (28, [1, 2, 4, 7, 14, 28])])
 def test_key_value_heads_are_split_evenly_or_copied_evenly(here: Path, kv_heads: int, fitting: list[int]) -> None:
     heads = {"num_attention_heads": 28, "num_key_value_heads": kv_heads}
-    for name, described in (("flat", heads), ("nested", {"vision_config": {}, "text_config": heads})):
-        path = model_directory(here / name, **described)
-        found = [tp for tp in range(1, 29) if not unusable(model__path=path, rollout__tensor_parallel_size=tp)]
-        assert found == fitting
+    for described in (heads, {"vision_config": {}, "text_config": heads}):
+        cfg = load_config([model_directory(here / "model", **described)])
+        sizes = (replace(cfg, rollout=replace(cfg.rollout, tensor_parallel_size=size)) for size in range(1, 29))
+        assert [one.rollout.tensor_parallel_size for one in sizes if not file_problems(one)] == fitting
 
 
 @pytest.mark.parametrize(
@@ -216,60 +139,44 @@ def test_key_value_heads_are_split_evenly_or_copied_evenly(here: Path, kv_heads:
     ],
 )
 def test_a_context_is_a_limit_unless_it_is_stretched(here: Path, described: dict[str, Any], is_limit: bool) -> None:
-    path = model_directory(here / "model", max_position_embeddings=1000, **described)
-    assert unusable(model__path=path) == ["rollout.max_response_tokens"] * is_limit
+    model = model_directory(here / "model", max_position_embeddings=100, **described)
+    sizes = ["task.max_prompt_tokens=60", "rollout.max_response_tokens=41"]
+    assert unusable(model, *sizes) == ["rollout.max_response_tokens"] * is_limit
+    assert unusable(model, sizes[0], "rollout.max_response_tokens=40") == []
 
 
-def test_critic_and_teacher_count_where_they_are_used(here: Path) -> None:
-    good, missing = model_directory(here / "good"), str(here / "missing")
-    assert unusable(algorithm__advantage_estimator="gae", critic__path=missing) == ["critic.path"]
-    assert unusable(algorithm__advantage_estimator="gae", critic__path=good) == unusable(critic__path=missing) == []
-    for path, keys in {
-        good: [],
-        "builtin:tiny": [],
-        "some/teacher": [],
-        "builtin:large": ["algorithm.kl.reference_model"],
-        missing: ["algorithm.kl.reference_model"],
-    }.items():
-        assert unusable(algorithm__kl__reference_model=path, algorithm__kl__coef=0.1) == keys
-    (here / "good" / "config.json").write_text(json.dumps({"max_position_embeddings": 100, "num_attention_heads": 3}))
-    teacher = {"algorithm__kl__reference_model": good, "algorithm__kl__coef": 0.1, "task__max_prompt_tokens": 60}
-    assert unusable(**teacher, rollout__max_response_tokens=41) == ["rollout.max_response_tokens"]
-    assert unusable(**teacher, rollout__max_response_tokens=40, rollout__tensor_parallel_size=2) == [], (
-        "engines do not have it"
-    )
-
-
-def test_an_argument_that_the_engine_does_not_have_is_refused_before_the_start() -> None:
-    args = {"block_sizee": 16, "enable_prefix_caching": True}
-    (problem,) = file_problems(with_keys(rollout__engine_args=args))
-    assert (problem.value, problem.hint) == ("block_sizee: 16", "did you mean block_size?")
+def test_critic_and_teacher_count_where_they_are_used_and_engines_do_not_have_them(here: Path) -> None:
+    model_directory(here / "good", max_position_embeddings=100, num_attention_heads=3)
+    assert unusable("algorithm=ppo", "critic.path=./gone") == ["critic.path"]
+    teacher = ["algorithm.kl.coef=0.1", "algorithm.kl.reference_model=./good", "task.max_prompt_tokens=60"]
+    assert unusable(*teacher, "rollout.max_response_tokens=41") == ["rollout.max_response_tokens"]
+    assert unusable(*teacher, "rollout.max_response_tokens=40", "rollout.tensor_parallel_size=2") == []
+    assert unusable(*teacher, "algorithm.kl.reference_model=builtin:large") == ["algorithm.kl.reference_model"]
 
 
 def test_a_port_in_use_is_refused_only_for_a_private_cluster() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert unusable(learner__port=port) == ["learner.port"]
-        assert unusable(learner__port=port, ray__address="auto") == []
-    assert unusable(learner__port=port) == []
+    with socket.create_server(("", 0)) as taken:
+        port = f"learner.port={taken.getsockname()[1]}"
+        assert unusable(port) == ["learner.port"]
+        assert unusable(port, "ray.address=auto") == []
+    assert unusable(port) == []
 
 
 # --- packages and devices ---
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: tuple[str, ...] = ()) -> None:
-    monkeypatch.setattr(preflight, "_version_of", versions.get)
-    monkeypatch.setattr("importlib.metadata.requires", lambda _name: list(requires))
+def test_an_optional_package_that_is_missing_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    for override, extra in (("model.lora.rank=8", "lora"), ("telemetry.wandb=true", "wandb")):
+        (problem,) = file_problems(load_config([override]))
+        assert problem.key == override.partition("=")[0] and f'pip install "tandem-rl[{extra}]"' in problem.hint
 
 
 def test_a_missing_engine_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, {})
+    monkeypatch.setattr(preflight, "_version_of", {}.get)
     with pytest.raises(ConfigurationError, match=r'pip install -e "\.\[cpu\]"'):
-        preflight.preflight(tiny())
-    installed(monkeypatch, {"vllm": "0.1.0"})
-    with pytest.raises(ConfigurationError, match=r"vLLM 0\.1\.0"):
         preflight.preflight(tiny())
 
 
@@ -284,26 +191,19 @@ def test_a_missing_engine_is_named_with_the_command_that_installs_it(monkeypatch
         ("2.9.0+other1", "0.24.0+gitab12", ["torch==2.9.0+other1"], False),
     ],
 )
-def test_a_torchvision_of_another_torch_is_named_without_an_import_of_either(
-    torch: str, torchvision: str, requires: tuple[str, ...], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_torchvision_of_another_torch_is_refused(
+    torch: str, torchvision: str, requires: list[str], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed(monkeypatch, {"torch": torch, "torchvision": torchvision}, requires)
-    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} was imported"))
-    problems = list(preflight.torchvision_problems())
-    assert len(problems) == is_refused
-    for problem in problems:
-        assert f"torchvision {torchvision} with torch {torch}" in str(problem)
-        assert "pip uninstall torchvision" in str(problem)
+    monkeypatch.setattr(preflight, "_version_of", {"torch": torch, "torchvision": torchvision}.get)
+    monkeypatch.setattr("importlib.metadata.requires", lambda _name: requires)
+    assert len(list(preflight.torchvision_problems())) == is_refused
 
 
 def test_a_named_device_may_be_elsewhere_on_a_joined_cluster() -> None:
-    """No accelerator is on the machines that run this. `cuda` stands for one that only other nodes have."""
+    """`cuda` stands for one that only other nodes have."""
     if build("cuda").is_available():
         pytest.skip("this machine has the device")
-    cuda = ["device=cuda", "model.path=builtin:tiny"]
-    with pytest.raises(ConfigurationError, match="device 'cuda' was asked for but cannot be used"):
-        preflight.preflight(load_config(cuda))
-    checked = preflight.preflight(load_config([*cuda, "ray.address=auto"]))
+    checked = preflight.preflight(load_config(["device=cuda", "model.path=builtin:tiny", "ray.address=auto"]))
     assert (checked.backend.name, checked.placement.num_devices) == ("cuda", 3)
 
 
@@ -312,23 +212,23 @@ def test_a_private_cluster_with_fewer_cpus_than_its_actors_take_is_refused() -> 
     sizes = ["learner.num_ranks=1", "rollout.num_replicas=2", "rollout.num_workers=3"]
     with pytest.raises(ConfigurationError, match=r"ray\.num_cpus = 4\n *must be at least 4\.5"):
         preflight.preflight(tiny(*sizes, "ray.num_cpus=4"))
-    for enough in (5, 0):
-        assert preflight.preflight(tiny(*sizes, f"ray.num_cpus={enough}")).placement.num_cpus == 4.5
+    assert preflight.preflight(tiny(*sizes, "ray.num_cpus=5")).placement.num_cpus == 4.5
 
 
 def test_engines_that_cannot_sleep_share_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPU they do not sleep either, and nothing there is short of memory because of it."""
+    """On CPU they do not sleep either, and nothing is short of memory because of it."""
+
+    def problems(mode: str, backend: str) -> list[str]:
+        return [one.key for one in preflight._sleep_problems(load_config([f"mode={mode}"]), build(backend))]
+
     monkeypatch.setattr("torch.version.hip", "6.3.42134-a9a80e791")
-    shared, apart = load_config(["mode=colocated"]), load_config([])
-    (problem,) = preflight._sleep_problems(shared, build("rocm"))
-    assert problem.key == "mode.name" and "cannot give their memory" in problem.message
-    assert not list(preflight._sleep_problems(apart, build("rocm")))
-    assert not list(preflight._sleep_problems(shared, build("cpu")))
+    assert problems("colocated", "rocm") == ["mode.name"]
+    assert problems("async", "rocm") == problems("colocated", "cpu") == []
     monkeypatch.setattr("torch.version.hip", "6.4.43482-0f2d60242")
-    assert not list(preflight._sleep_problems(shared, build("rocm")))
+    assert problems("colocated", "rocm") == []
 
 
-def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
+def test_an_address_where_no_cluster_responds_is_refused_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         joined = tiny(f"ray.address=127.0.0.1:{server.getsockname()[1]}")
         assert not list(preflight._ray_address_problems(joined))
@@ -376,10 +276,9 @@ def missing_at_hub(*overrides: str) -> dict[str, str]:
 
 
 def put_in_cache(folder: Path, file: str) -> None:
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("abc")
-    (folder / "snapshots" / "abc").mkdir(parents=True)
-    (folder / "snapshots" / "abc" / file).write_text("{}")
+    for path, text in (("refs/main", "abc"), (f"snapshots/abc/{file}", "{}")):
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_text(text)
 
 
 def test_a_hub_that_refuses_is_reported_at_once_with_the_model_and_what_to_do(
@@ -394,29 +293,25 @@ def test_a_hub_that_refuses_is_reported_at_once_with_the_model_and_what_to_do(
     assert "Retrying" not in capfd.readouterr().err
 
 
-def test_a_hub_that_is_silent_is_not_waited_for(online: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_silent_is_waited_for_no_longer_than_its_timeout(online: pytest.MonkeyPatch) -> None:
+    online.setattr(models, "REACH_TIMEOUT_S", 0.2)
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         online.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        online.setattr(models, "REACH_TIMEOUT_S", 0.2)
-        (problem,) = models.hub_problems(load_config([f"model.path={MODEL}"]))
-    assert "hub cannot be reached" in str(problem)
+        assert missing_at_hub(f"model.path={MODEL}") == {"model.path": MODEL}
 
 
-def test_a_hub_that_answers_is_there_even_if_it_refuses(online: pytest.MonkeyPatch) -> None:
-    server = HTTPServer(("127.0.0.1", 0), Refusing)
-    online.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    thread = Thread(target=server.handle_request)
-    thread.start()
-    assert missing_at_hub(f"model.path={MODEL}") == {}
-    thread.join()
-    server.server_close()
+def test_a_hub_that_responds_with_a_refusal_is_there(online: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        online.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        assert missing_at_hub(f"model.path={MODEL}") == {}
+        thread.join()
 
 
-def test_what_has_to_be_fetched_is_named_once_and_what_is_here_asks_no_hub(closed: str, here: Path) -> None:
-    tokenizer, teacher = (
-        "model.tokenizer_path=some/tokenizer",
-        ["algorithm.kl.coef=0.1", "algorithm.kl.reference_model=some/t"],
-    )
+def test_what_must_be_fetched_is_named_once_and_what_is_here_asks_no_hub(closed: str, here: Path) -> None:
+    tokenizer = "model.tokenizer_path=some/tokenizer"
+    teacher = ["algorithm.kl.coef=0.1", "algorithm.kl.reference_model=some/t"]
     assert missing_at_hub(f"model.path={MODEL}", tokenizer, "task=gsm8k", *teacher) == {
         "model.path": MODEL,
         "algorithm.kl.reference_model": "some/t",
@@ -427,7 +322,7 @@ def test_what_has_to_be_fetched_is_named_once_and_what_is_here_asks_no_hub(close
     assert missing_at_hub() == missing_at_hub("task.train_path=mine.jsonl", "task.eval_path=mine.jsonl") == {}
     put_in_cache(here / "hub" / "models--some--tokenizer", "tokenizer.json")
     joined = [f"model.path={MODEL}", tokenizer, "ray.address=auto"]
-    assert missing_at_hub(*joined) == {}, "on a joined cluster only what is read here has to be here"
+    assert missing_at_hub(*joined) == {}, "on a joined cluster only what is read here must be here"
 
 
 @pytest.mark.parametrize(
@@ -445,22 +340,19 @@ def test_what_is_in_the_cache_asks_no_hub(closed: str, here: Path, folder: str, 
     assert missing_at_hub(override) == {}
 
 
-def test_offline_no_hub_is_asked(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert missing_at_hub(f"model.path={MODEL}") == {}
-
-
 @pytest.mark.parametrize(("is_offline", "hint"), [("1", "HF_HUB_OFFLINE is set"), ("0", "check the name or directory")])
-def test_a_tokenizer_of_the_hub_that_may_not_be_fetched_is_reported_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, is_offline: str, hint: str
+def test_offline_no_hub_is_asked_and_a_tokenizer_is_missed_with_the_reason(
+    closed: str, monkeypatch: pytest.MonkeyPatch, is_offline: str, hint: str
 ) -> None:
     def refuse(path: str, **_: object) -> None:
         raise OSError("not in the cache")
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert missing_at_hub(f"model.path={MODEL}") == {}
     monkeypatch.setenv("HF_HUB_OFFLINE", is_offline)
     monkeypatch.setattr(models, "load_tokenizer", refuse)
     with pytest.raises(ConfigurationError, match=hint):
-        models.policy_tokenizer(load_config(["model.path=some/model"]))
+        models.policy_tokenizer(load_config([f"model.path={MODEL}"]))
 
 
 # --- weights and vocabularies ---
@@ -492,18 +384,16 @@ def test_a_prompt_with_a_token_that_a_model_has_not_is_refused(key: str, overrid
     assert text.startswith("has no token 33, ") and text.endswith(" its vocabulary is 0 to 32")
     with_vocabulary(here, 32)
     problem = refused(*overrides)
-    assert problem.key == key
-    assert "has no token 32, " in problem.message and problem.message.endswith(" its vocabulary is 0 to 31")
+    assert problem.key == key and problem.message.startswith("has no token 32, ")
 
 
-def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(here: Path) -> None:
+def test_tokens_that_tokenizer_or_embedding_do_not_have_are_refused(here: Path) -> None:
+    assert "must be below 98, the number of tokens" in refused("rollout.stop_token_ids=[5, 4000]").message
     size = build_tokenizer().vocab_size
     with_vocabulary(here, size - 1)
     shutil.copytree(here / "model", here / "tokenizer")
-    overrides = [f"model.path={here / 'model'}", f"model.tokenizer_path={here / 'tokenizer'}"]
-    assert (
-        refused(*overrides).message == f"has {size} tokens, but the embedding of {here / 'model'} has {size - 1} rows"
-    )
+    overrides = ["model.path=model", "model.tokenizer_path=tokenizer"]
+    assert refused(*overrides).message == f"has {size} tokens, but the embedding of model has {size - 1} rows"
     with_vocabulary(here, size)
     check_inputs(tiny(*overrides))
 
@@ -511,7 +401,7 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(her
 @pytest.mark.parametrize("key", ["model.lora.rank=8", "+rollout.engine_args.speculative_config={method: ngram}"])
 def test_engines_that_load_weights_need_a_model_that_has_them(key: str, here: Path) -> None:
     write_inputs(workload("w1", is_tiny=True), here)
-    overrides, drawn = [f"model.path={here / 'model'}", "mode=async"], "model.random_weights=true"
+    overrides, drawn = ["model.path=model", "mode=async"], "model.random_weights=true"
     check_inputs(tiny(*overrides, drawn))  # weights from the seed come with the first version
     text = str(refused(*overrides, drawn, key))
     assert "has a config alone" in text and key.partition("=")[0].lstrip("+") in text
@@ -520,21 +410,20 @@ def test_engines_that_load_weights_need_a_model_that_has_them(key: str, here: Pa
 
 
 def test_weights_are_drawn_only_where_that_is_asked_for_and_none_are_there(here: Path) -> None:
-    model, critic = here / "model", here / "critic"
+    """Of the policy: a teacher has something to teach, and the critic may begin as another model."""
     write_inputs(workload("w1", is_tiny=True), here)
-    shutil.copytree(model, critic)
-    path, drawn = f"model.path={model}", "model.random_weights=true"
+    shutil.copytree(here / "model", here / "other")
+    path, drawn = "model.path=model", "model.random_weights=true"
     for overrides, key in (
         ([path], "model.path"),
-        # It is the policy that is drawn, and a teacher has something to teach.
-        ([path, drawn, "algorithm=ppo", f"critic.path={critic}"], "critic.path"),
-        ([path, drawn, "algorithm=opd", f"algorithm.kl.reference_model={critic}"], "algorithm.kl.reference_model"),
+        ([path, drawn, "algorithm=ppo", "critic.path=other"], "critic.path"),
+        ([path, drawn, "algorithm=opd", "algorithm.kl.reference_model=other"], "algorithm.kl.reference_model"),
     ):
         problem = refused(*overrides)
         assert problem.key == key and "has no weights (found ['chat_template" in problem.message
     check_inputs(tiny(path, drawn))
-    check_inputs(tiny(path, drawn, "algorithm=ppo", f"critic.path={model}"))
-    (model / "pytorch_model.bin").touch()
+    check_inputs(tiny(path, drawn, "algorithm=ppo", "critic.path=model"))
+    (here / "model" / "pytorch_model.bin").touch()
     assert "has weights, which model.random_weights=true would not read" in refused(path, drawn).message
     for elsewhere in ("builtin:tiny", "owner/name"):
         with pytest.raises(ConfigurationError, match="must be the directory of a config without weights"):
@@ -543,21 +432,20 @@ def test_weights_are_drawn_only_where_that_is_asked_for_and_none_are_there(here:
 
 def test_missing_weights_are_reported_before_a_checkpoint_with_another_seed(here: Path) -> None:
     write_inputs(workload("w1", is_tiny=True), here)
-    cfg = tiny(f"model.path={here / 'model'}", "algorithm.kl.coef=0.1", "model.random_weights=true", "run_dir=run")
+    cfg = tiny("model.path=model", "algorithm.kl.coef=0.1", "model.random_weights=true", "run_dir=run")
     tmp = begin(here / "run" / "checkpoints", 5)
     commit(tmp, {"run": {"step": 5}, "buffer": {"prompts": []}, "origin": origin(cfg)})
     with pytest.raises(ConfigurationError, match="has no weights"):
         check_inputs(replace(cfg, model=replace(cfg.model, random_weights=False)))
 
 
-def test_where_weights_come_from_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("is_drawn", "source"), [(False, "those of here"), (True, "drawn from seed 3")])
+def test_where_weights_come_from_is_in_the_log(is_drawn: bool, source: str, caplog: pytest.LogCaptureFixture) -> None:
     cfg = tiny("model.path=here", "seed=3")
     with caplog.at_level("INFO"):
-        for is_drawn in (False, True):
-            one = replace(cfg, model=replace(cfg.model, random_weights=is_drawn))
-            preflight.log_inputs(one, DataSets(train=prompt_set(), evaluation=()))
-    found = [text for text in caplog.messages if "weights" in text]
-    assert found == ["weights: those of here", "weights: drawn from seed 3"]
+        cfg = replace(cfg, model=replace(cfg.model, random_weights=is_drawn))
+        preflight.log_inputs(cfg, DataSets(train=prompt_set(), evaluation=()))
+    assert f"weights: {source}" in caplog.messages
 
 
 # --- the teacher ---
@@ -565,9 +453,13 @@ def test_where_weights_come_from_is_in_the_log(caplog: pytest.LogCaptureFixture)
 
 def teacher(path: Path, *, vocab_size: int = 128, tokenizer: Any = None) -> str:
     """Saves one; the override that names it."""
-    LlamaConfig(
-        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
-    ).save_pretrained(path)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    LlamaConfig(vocab_size=vocab_size, **sizes).save_pretrained(path)
     (path / "pytorch_model.bin").touch()
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
@@ -603,13 +495,13 @@ def test_a_teacher_that_cannot_be_compared_is_warned_of(here: Path, monkeypatch:
     override = teacher(here / "t")
     (note,) = check_inputs(tiny("algorithm=opd", override))[0].notes
     assert f"{override} has no tokenizer" in note
-    monkeypatch.setattr(models, "load_tokenizer", lambda *_, **__: pytest.fail("the hub is waited for once"))
+    monkeypatch.setattr(models, "load_tokenizer", lambda *_, **__: pytest.fail("the hub is waited for only once"))
     (note,) = compared("algorithm=opd", "algorithm.kl.reference_model=some/teacher")
     assert "algorithm.kl.reference_model=some/teacher cannot be read here" in note
     assert compared("algorithm.kl.coef=0.1") == [], "without a teacher there is nothing to compare"
 
 
-# --- plug-ins ---
+# --- plug-ins: how paths are read is in test_plugins.py, traits are in test_rules.py ---
 
 PLUGINS = """
 from trainer.config.algorithm import EstimatorTraits, with_traits
@@ -621,15 +513,9 @@ def estimator(groups): ...
 @with_traits(EstimatorTraits(needs_peers=False))
 def alone(groups): ...
 
-@with_traits(EstimatorTraits(needs_peers=False, uses_parts=True, reward_to_go=True))
-def greedy(groups): ...
-
 class Loop:
     def __init__(self, turns=1): ...
     async def run(self, prompt, max_tokens, generate): ...
-
-def not_a_loop():
-    return 3
 """
 
 
@@ -639,72 +525,35 @@ def plugins(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("override", "words"),
     [
-        (["algorithm.loss=plugins_for_test.los"], "did you mean 'loss'?"),
-        (["algorithm.loss=plugins_for_test.loss"], "missing a required argument: 'beta'"),
-        (["algorithm.loss=no_such_module_for_test.loss"], "does not import"),
-        (["algorithm.advantage_estimator=plugins_for_test.MODULE"], "has no 'MODULE'"),
-        (["algorithm.advantage_estimator=plugins_for_test.estimator", "rollout.group_size=1"], "rollout.group_size"),
-        (
-            ["algorithm.advantage_estimator=plugins_for_test.alone", "algorithm.dynamic_sampling=true"],
-            "algorithm.dynamic_sampling",
-        ),
-        (
-            ["algorithm.advantage_estimator=plugins_for_test.estimator", "algorithm.normalize_by_std=false"],
-            "algorithm.normalize_by_std",
-        ),
-        (
-            ["algorithm.advantage_estimator=plugins_for_test.greedy", "algorithm.normalize_by_std=false"],
-            "algorithm.normalize_by_std",
-        ),
-        (
-            ["algorithm.advantage_estimator=plugins_for_test.greedy", "+algorithm.gdpo_weights.correct=2.0"],
-            "algorithm.gdpo_weights",
-        ),
-        (
-            [
-                "algorithm.advantage_estimator=plugins_for_test.greedy",
-                "algorithm.kl.coef=0.1",
-                "algorithm.kl.apply_to=reward",
-            ],
-            "declares reward_to_go",
-        ),
+        ("algorithm.loss=plugins_for_test.los", "did you mean 'loss'?"),
+        ("algorithm.loss=plugins_for_test.loss", "missing a required argument: 'beta'"),
+        ("algorithm.advantage_estimator=plugins_for_test.MODULE", "has no 'MODULE'"),
+        ("algorithm.advantage_estimator=plugins_for_test.estimator", "rollout.group_size"),
+        ("algorithm.advantage_estimator=plugins_for_test.alone", ""),
+        ("+algorithm.loss_args.beta=0.1", ""),
     ],
 )
-def test_a_loss_or_estimator_that_cannot_work_is_refused(overrides: list[str], words: str, plugins: None) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        check_own_functions(tiny(*overrides))
-    assert words in str(caught.value)
-
-
-def test_a_loss_and_an_estimator_that_work_pass(plugins: None) -> None:
-    check_own_functions(tiny("algorithm.loss=plugins_for_test.loss", "+algorithm.loss_args.beta=0.1"))
-    check_own_functions(tiny("algorithm.advantage_estimator=plugins_for_test.alone", "rollout.group_size=1"))
-    check_own_functions(tiny())
+def test_a_custom_loss_or_estimator_must_import_and_fit_the_configuration(
+    override: str, words: str, plugins: None
+) -> None:
+    loss = ["algorithm.loss=plugins_for_test.loss"] if "loss_args" in override else []
+    size = ["rollout.group_size=1"] if "estimator" in override else []
+    try:
+        check_own_functions(tiny(*loss, *size, override))
+    except ConfigurationError as error:
+        assert words and words in str(error)
+    else:
+        assert not words
 
 
 @pytest.mark.parametrize(
     "agent", ["plugins_for_test.Loop", "plugins_for_test.py:Loop", "{here}/plugins_for_test.py:Loop"]
 )
 def test_an_agent_is_named_by_its_module_or_its_file(agent: str, plugins: None, here: Path) -> None:
-    agent = agent.format(here=here)
+    agent = f"task.agent={agent.format(here=here)}"
     for args in ("{}", "{turns: 2}"):
-        assert type(make_agent(load_config([f"task.agent={agent}", f"task.agent_args={args}"]))).__name__ == "Loop"
-    make_agent(load_config([]))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["task.agent=loop"], r"task\.agent = loop\n .*is no dotted path; give package\.module\.name"),
-        (["task.agent=plugins_for_test.Lop"], "did you mean 'Loop'"),
-        (["task.agent=plugins_for_test.py:Lop"], "did you mean 'Loop'"),
-        (["task.agent=nowhere.Loop"], "does not import: ModuleNotFoundError"),
-        (["task.agent=plugins_for_test.not_a_loop"], "returned a int, which has no method run; give"),
-        (["task.agent=plugins_for_test.Loop", "task.agent_args={n: 1}"], "unexpected keyword argument 'n'"),
-    ],
-)
-def test_an_agent_that_cannot_be_made_is_refused(overrides: list[str], message: str, plugins: None) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        make_agent(load_config(overrides))
+        assert type(make_agent(load_config([agent, f"task.agent_args={args}"]))).__name__ == "Loop"
+    with pytest.raises(ConfigurationError, match=r"(?s)task\.agent = .*unexpected keyword argument 'n'"):
+        make_agent(load_config([agent, "task.agent_args={n: 1}"]))

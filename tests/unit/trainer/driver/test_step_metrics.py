@@ -1,4 +1,4 @@
-"""What a step reports: rates, ages, length bias, waits, lost work, rewards, turns and tool calls."""
+"""Observations of a step -> its metrics: rates, rewards, ages, length bias, waits and lost work."""
 
 from __future__ import annotations
 
@@ -43,225 +43,198 @@ RESULT = StepResult(
 )
 
 
-def answers(group_id: int, start_version: int, segments: Sequence[Sequence[tuple[int, int]]]) -> Group:
-    """One trajectory per list of (version, tokens); the n-th is worth n."""
+def sampled(group_id: int, start_version: int, *responses: Sequence[tuple[int, int]]) -> Group:
+    """Each response is a list of (version, tokens); the n-th has the reward n."""
     return Group(
         group_id=group_id,
         prompt_id=PROMPT.prompt_id,
-        trajectories=[trajectory(PROMPT, i, list(parts), reward=float(i)) for i, parts in enumerate(segments)],
+        trajectories=[trajectory(PROMPT, i, list(parts), reward=float(i)) for i, parts in enumerate(responses)],
         start_version=start_version,
     )
 
 
-def groups(lengths: Sequence[int], *, first: int = 0) -> list[Group]:
-    """Of two responses of one length each."""
-    return [answers(first + i, 0, [[(0, n)]] * 2) for i, n in enumerate(lengths)]
+def of_lengths(*lengths: int, first: int = 0) -> list[Group]:
+    """Groups of two responses of one length."""
+    return [sampled(first + i, 0, [(0, n)], [(0, n)]) for i, n in enumerate(lengths)]
 
 
-def built(of: list[Group], *, step: int = 0, **algorithm: Any) -> TrainBatch:
-    return build_train_batch(of, step=step, algorithm=replace(config().algorithm, **algorithm), **LIMITS)
+def built(groups: list[Group], *, step: int = 0, **algorithm: Any) -> TrainBatch:
+    return build_train_batch(groups, step=step, algorithm=replace(config().algorithm, **algorithm), **LIMITS)
 
 
-def recorded(
-    metrics: StepMetrics,
-    of: list[Group],
+def record_of(
+    groups: list[Group],
     batch: TrainBatch | None = None,
     *,
+    metrics: StepMetrics | None = None,
     version: int = 0,
-    max_staleness: int = 1,
     result: StepResult = RESULT,
+    generated: Sequence[Group] = (),
 ) -> dict[str, Any]:
-    """The line of a step; all names are known."""
+    metrics = StepMetrics() if metrics is None else metrics
+    for group in generated:
+        metrics.count_generated(group)
     waits = {"wait_for_batch_s": 3.0, "wait_for_eval_s": 1.0, "wait_for_sync_s": 0.5}
-    batch = built(of) if batch is None else batch
-    record = metrics.step_record(of, batch, result, version=version, max_staleness=max_staleness, **waits)
+    batch = built(groups) if batch is None else batch
+    record = metrics.step_record(groups, batch, result, version=version, max_staleness=1, **waits)
     check_known(record)
     return record
 
 
 def test_rates_are_tokens_over_the_time_between_two_steps() -> None:
     now = [100.0]
-    metrics, trained = StepMetrics(clock=lambda: now[0]), groups([2, 4])
-    for group in trained:
-        metrics.count_generated(group)
+    metrics, groups = StepMetrics(clock=lambda: now[0]), of_lengths(2, 4)
     now[0] = 110.0
-    record = recorded(metrics, trained)
+    record = record_of(groups, metrics=metrics, generated=groups)
     num_tokens = 2 * (3 + 2) + 2 * (3 + 4)
-    assert record["perf/step_s"] == 10.0
-    assert record["perf/rollout_tokens_per_s"] == pytest.approx(12 / 10)
-    assert record["perf/tokens_per_s"] == pytest.approx(num_tokens / 10)
-    assert record["perf/train_tokens_per_s"] == pytest.approx(num_tokens / 4)
-    assert record["learner/loss"] == 2.0
-    assert (record["time/wait_for_batch_s"], record["time/wait_for_sync_s"]) == (3.0, 0.5)
+    assert {name: record[name] for name in record if name.startswith("perf/")} == {
+        "perf/step_s": 10.0,
+        "perf/rollout_tokens_per_s": pytest.approx(12 / 10),
+        "perf/tokens_per_s": pytest.approx(num_tokens / 10),
+        "perf/train_tokens_per_s": pytest.approx(num_tokens / 4),
+        "perf/learner_busy_frac": 0.4,
+    }
+    assert (record["learner/loss"], record["time/wait_for_batch_s"], record["time/wait_for_sync_s"]) == (2.0, 3.0, 0.5)
     now[0] = 115.0
-    again = recorded(metrics, trained)
-    assert (again["perf/step_s"], again["perf/rollout_tokens_per_s"]) == (5.0, 0.0), "tokens were counted twice"
+    again = record_of(groups, metrics=metrics)
+    assert (again["perf/step_s"], again["perf/rollout_tokens_per_s"]) == (5.0, 0.0), "tokens are counted once"
 
 
-@pytest.mark.parametrize(
-    ("model_flops", "peak_flops", "mfu"), [(3e12, 4e12, 0.5), (None, 4e12, None), (3e12, None, None)]
-)
+@pytest.mark.parametrize(("model", "peak", "mfu"), [(3e12, 4e12, 0.5), (None, 4e12, None), (3e12, None, None)])
 def test_utilisation_is_of_all_devices_in_the_time_of_the_slowest_rank(
-    model_flops: float | None, peak_flops: float | None, mfu: float | None
+    model: float | None, peak: float | None, mfu: float | None
 ) -> None:
-    result = replace(RESULT, seconds={"step": 1.5}, model_flops=model_flops, peak_flops=peak_flops)
-    assert recorded(StepMetrics(), groups([3, 4, 5]), result=result).get("perf/mfu") == mfu
+    result = replace(RESULT, seconds={"step": 1.5}, model_flops=model, peak_flops=peak)
+    assert record_of(of_lengths(3, 4, 5), result=result).get("perf/mfu") == mfu
 
 
-def test_a_line_is_known_and_complete() -> None:
-    trained = groups([2, 4])
+def test_a_record_is_known_and_complete() -> None:
+    groups = of_lengths(2, 4)
     buffer = RolloutBuffer(groups_per_step=2, max_staleness=1, max_retries=0, max_filtered_batches_per_step=4)
     record = {
-        "step": 1,
-        "version": 1,
-        "time_s": 0.0,
-        **recorded(StepMetrics(), trained),
+        **record_of(groups),
         **buffer_record(buffer.stats()),
         **sync_record(sync_report(0)),
-        "sync/version_lag": 1,
-        **QueueTimer().step_record(trained, num_replicas=2, backpressure_s=0.0, engines_idle_frac=None),
+        **QueueTimer().step_record(groups, num_replicas=2, backpressure_s=0.0, engines_idle_frac=None),
     }
+    record |= {"step": 1, "version": 1, "time_s": 0.0, "sync/version_lag": 1}
     check_known(record)
     check_complete(record)
-    assert record["buffer/num_slots"] == 4
-    assert record["sync/counter/allocations"] == 2
+    assert (record["buffer/num_slots"], record["sync/counter/allocations"]) == (4, 2)
 
 
-# Rewards, turns and tool calls of a step
+# --- rewards, turns and tool calls ---
 
 
-def test_a_baseline_has_a_metric_of_its_own_and_counts_in_no_other() -> None:
+def test_a_baseline_has_its_own_metric_and_counts_in_no_other() -> None:
     plain = [make_group([make_trajectory(0), make_trajectory(1)], group_id=i) for i in range(2)]
     greedy = make_trajectory(2, reward=0.25, num_tokens=90, version=1, status="truncated")
     with_baselines = [replace(plain[0], baseline=greedy), replace(plain[1], baseline=replace(greedy, reward=0.75))]
     stats = batch_stats(with_baselines, 3)
     assert stats.pop("reward/greedy_mean") == 0.5
     assert stats == batch_stats(plain, 3)
-    metrics = StepMetrics(clock=lambda: 0.0)
+    metrics = StepMetrics()
     metrics.count_generated(with_baselines[0])
     assert (metrics._generated_tokens, list(metrics.lengths._generated)) == (98, [[4, 4]])
     right = make_group([make_trajectory(0, reward=1.0), make_trajectory(1, reward=1.0)])
     alike, better = (replace(right, baseline=make_trajectory(2, reward=reward)) for reward in (1.0, 0.0))
-    assert batch_stats([alike, better], 0)["reward/zero_variance_frac"] == 0.5, "one teaches nothing"
+    assert batch_stats([alike, better], 0)["reward/zero_variance_frac"] == 0.5, "only one teaches nothing"
 
 
-LAST_HAS_NO_ANSWER = make_turn(2, [(0, 3)]), make_turn(1, [(0, 1)]), make_turn(4, [])
+def test_rewards_of_turns_count_in_the_mean_and_have_their_own() -> None:
+    turns = make_turn(2, [(0, 3)], reward=0.5), make_turn(1, [(0, 1)], reward=1.5)
+    stats = batch_stats([make_group([make_trajectory(0, turns=turns, reward=1.0), make_trajectory(1, reward=1.0)])], 0)
+    assert (stats["reward/mean"], stats["reward/turns_mean"], stats["reward/zero_variance_frac"]) == (2.0, 1.0, 0.0)
+    assert "reward/turns_mean" not in batch_stats([make_group([make_trajectory(0), make_trajectory(1)])], 0)
+
+
+LAST_TURN_IS_EMPTY = make_turn(2, [(0, 3)]), make_turn(1, [(0, 1)]), make_turn(4, [])
 FAILED = make_trajectory(2, num_tokens=0, reward=nan, status="failed")
-IDLE_TOOLS = [make_trajectory(index, tool_use=ToolUse()) for index in range(2)]
 USED = [ToolUse(num_calls=4, num_errors=2), ToolUse(num_calls=1, num_errors=1), ToolUse(), None]
+
+
+def using(*tools: ToolUse | None) -> list[Trajectory]:
+    return [make_trajectory(index, tool_use=one) for index, one in enumerate(tools)]
 
 
 @pytest.mark.parametrize(
     ("trajectories", "expected"),
     [
-        ([make_trajectory(0), make_trajectory(1)], {}),
-        # Turns are those that the policy generated; one that failed has none, and does not count.
-        ([make_trajectory(0, turns=LAST_HAS_NO_ANSWER), make_trajectory(1), FAILED], {"turns_mean": 1.5}),
-        # Calls are a mean over those whose agent counts, and failed ones a number.
-        (
-            [make_trajectory(index, tool_use=one) for index, one in enumerate(USED)],
-            {"turns_mean": 1.0, "tool_calls_mean": 5 / 3, "tool_errors": 3.0},
-        ),
-        (IDLE_TOOLS, {"turns_mean": 1.0, "tool_calls_mean": 0.0, "tool_errors": 0.0}),
+        pytest.param(using(None, None), {}, id="single turns without tools"),
+        pytest.param([make_trajectory(0, turns=LAST_TURN_IS_EMPTY), make_trajectory(1), FAILED], {"turns_mean": 1.5},
+                     id="turns that the policy generated, without failed responses"),
+        pytest.param(using(*USED), {"turns_mean": 1.0, "tool_calls_mean": 5 / 3, "tool_errors": 3.0},
+                     id="calls are a mean over agents that count, errors a number"),
+        pytest.param(using(ToolUse(), ToolUse()), {"turns_mean": 1.0, "tool_calls_mean": 0.0, "tool_errors": 0.0},
+                     id="tools that nobody called"),
     ],
-)
+)  # fmt: skip
 def test_turns_and_tool_calls_of_agents(trajectories: list[Trajectory], expected: dict[str, float]) -> None:
     baseline = make_trajectory(9, tool_use=ToolUse(num_calls=9, num_errors=9))
     stats = batch_stats([replace(make_group(trajectories), baseline=baseline)], 0)
     check_known(stats)
-    assert {name: value for name, value in stats.items() if name.startswith("agent/")} == {
-        f"agent/{name}": value for name, value in expected.items()
-    }
+    found = {name.removeprefix("agent/"): value for name, value in stats.items() if name.startswith("agent/")}
+    assert found == expected
 
 
-def test_rewards_of_turns_count_in_the_mean_and_have_one_of_their_own() -> None:
-    turns = make_turn(2, [(0, 3)], reward=0.5), make_turn(1, [(0, 1)], reward=1.5)
-    stats = batch_stats([make_group([make_trajectory(0, turns=turns, reward=1.0), make_trajectory(1, reward=1.0)])], 0)
-    assert (stats["reward/mean"], stats["reward/turns_mean"]) == (2.0, 1.0)
-    assert stats["reward/zero_variance_frac"] == 0.0
-    assert "reward/turns_mean" not in batch_stats([make_group([make_trajectory(0), make_trajectory(1)])], 0)
-
-
-# Ages
-
-
-def test_ages_are_counted_by_token() -> None:
-    spread = [answers(0, 3, [[(3, 6), (5, 2)], [(4, 1)]]), answers(1, 5, [[(5, 1)], [(5, 0)]])]
-    ages = token_ages(built(spread, step=9), version=5, max_staleness=3)
-    assert ages == {
-        "staleness/mean": pytest.approx(1.3),
-        "staleness/max": 2.0,
-        "staleness/age_frac/0": 0.3,
-        "staleness/age_frac/1": 0.1,
-        "staleness/age_frac/2": 0.6,
-        "staleness/age_frac/3": 0.0,
-        "staleness/p50": 2,
-        "staleness/p90": 2,
-    }
-    nothing = token_ages(built([]), version=5, max_staleness=3)
-    assert nothing == {"staleness/mean": 0.0, "staleness/max": 0.0}, "every line has them"
+# --- ages ---
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=8))
 def test_ages_agree_with_a_list_of_every_token(segments: list[tuple[int, int]]) -> None:
     slow = sorted(3 - version for version, tokens in segments for _ in range(tokens))
-    ages: Any = token_ages(built([answers(0, 0, [segments, [(0, 0)]])]), version=3, max_staleness=3)
-    assert [ages[f"staleness/age_frac/{age}"] for age in range(4)] == [slow.count(a) / len(slow) for a in range(4)]
-    for name, share in (("staleness/p50", 0.5), ("staleness/p90", 0.9)):
-        assert ages[name] == next(a for a in slow if sum(b <= a for b in slow) >= share * len(slow))
+    assert token_ages(built([sampled(0, 0, segments, [(0, 0)])]), version=3, max_staleness=3) == {
+        "staleness/mean": pytest.approx(sum(slow) / len(slow)),
+        "staleness/max": slow[-1],
+        **{f"staleness/age_frac/{age}": slow.count(age) / len(slow) for age in range(4)},
+        **{
+            f"staleness/p{n}": next(a for a in slow if sum(b <= a for b in slow) * 100 >= n * len(slow))
+            for n in (50, 90)
+        },
+    }
 
 
 def test_responses_that_are_not_trained_have_no_age_and_are_counted_by_reason_and_in_tokens() -> None:
-    group = answers(0, 5, [[(5, 4)], [(5, 4)], [(3, 1000)]])
+    nothing = token_ages(built([]), version=5, max_staleness=3)
+    assert nothing == {"staleness/mean": 0.0, "staleness/max": 0.0}, "every record has them"
+    group = sampled(0, 5, [(5, 4)], [(5, 4)], [(3, 1000)])
     lost = replace(group.trajectories[2], status="failed", reward=nan)
-    mixed = [replace(group, trajectories=[*group.trajectories[:2], lost])]
-    record = recorded(StepMetrics(), mixed, version=5)
+    record = record_of([replace(group, trajectories=[*group.trajectories[:2], lost])], version=5)
     assert (record["staleness/mean"], record["response/excluded/failed"]) == (0.0, 1)
     assert record["discarded/masked_tokens"] == 0, "a failed response is counted where it fails"
-    trained = groups([2, 4])
-    assert recorded(StepMetrics(), trained, built([trained[0]]))["discarded/masked_tokens"] == 2 * 4
+    groups = of_lengths(2, 4)
+    assert record_of(groups, built([groups[0]]))["discarded/masked_tokens"] == 2 * 4
 
 
-# Length bias
-
+# --- length bias ---
 
 NUMBERS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 
 
 @given(NUMBERS, NUMBERS)
 def test_the_ks_distance_is_the_largest_gap_of_the_two_distributions(a: list[int], b: list[int]) -> None:
-    def share(side: list[int], limit: int) -> float:
-        return sum(n <= limit for n in side) / len(side)
-
-    slow = max(abs(share(a, limit) - share(b, limit)) for limit in range(13))
-    assert ks_distance(a, b) == pytest.approx(slow)
+    shares = [[sum(n <= limit for n in side) / len(side) for limit in range(13)] for side in (a, b)]
+    assert ks_distance(a, b) == pytest.approx(max(abs(x - y) for x, y in zip(*shares, strict=True)))
     assert ks_distance([], a) == ks_distance(a, []) == 0.0
 
 
-def bias(metrics: StepMetrics, of: list[Group], **algorithm: Any) -> float:
-    return recorded(metrics, of, built(of, **algorithm))["length_bias/ks"]
-
-
 def test_a_preference_for_short_responses_shows_as_length_bias() -> None:
-    metrics, short, long = StepMetrics(), groups([1, 1]), groups([9, 9], first=2)
-    for group in (*short, *long):
-        metrics.count_generated(group)
-    assert (bias(metrics, short), bias(metrics, long)) == (0.5, 0.0)
+    metrics, short, long = StepMetrics(), of_lengths(1, 1), of_lengths(9, 9, first=2)
+    assert record_of(short, metrics=metrics, generated=[*short, *long])["length_bias/ks"] == 0.5
+    assert record_of(long, metrics=metrics)["length_bias/ks"] == 0.0
     left_out = replace(long[0], trajectories=[replace(t, status="truncated") for t in long[0].trajectories])
-    metrics = StepMetrics()
-    for group in (short[0], left_out):
-        metrics.count_generated(group)
-    assert bias(metrics, [short[0], left_out], mask_truncated=True) == 0.5, "the loss leaves one out"
+    groups = [short[0], left_out]
+    record = record_of(groups, built(groups, mask_truncated=True), generated=groups)
+    assert record["length_bias/ks"] == 0.5, "the loss leaves one out"
 
 
 def test_responses_of_several_token_sequences_that_are_all_trained_show_no_length_bias() -> None:
-    metrics, (group,) = StepMetrics(), groups([3])
+    (group,) = of_lengths(3)
     turn = group.trajectories[0].turns()[0]
     turns = (turn, replace(turn, begins_anew=True), replace(turn, begins_anew=True))
     trajectories = [Trajectory.of_turns(turns, status=t.status, reward=t.reward) for t in group.trajectories]
     group = replace(group, trajectories=trajectories)
-    metrics.count_generated(group)
-    record = recorded(metrics, [group])
+    record = record_of([group], generated=[group])
     assert record["learner/num_sequences"] == 6 and record["length_bias/ks"] == 0.0
 
 
@@ -269,30 +242,28 @@ def test_responses_of_several_token_sequences_that_are_all_trained_show_no_lengt
 def test_what_is_trained_whole_shows_no_length_bias_in_whichever_order_it_finished(groups_per_step: int) -> None:
     metrics = StepMetrics()
     for step in range(4):
-        trained = groups([1 + n % 13 for n in range(groups_per_step)], first=step * groups_per_step)
-        for group in sorted(trained, key=lambda group: group.num_generated_tokens):
-            metrics.count_generated(group)
-        assert bias(metrics, trained) == 0.0
+        groups = of_lengths(*(1 + n % 13 for n in range(groups_per_step)), first=step * groups_per_step)
+        by_length = sorted(groups, key=lambda group: group.num_generated_tokens)
+        assert record_of(groups, metrics=metrics, generated=by_length)["length_bias/ks"] == 0.0
     num_kept = len(metrics.lengths._generated)
     assert min(LENGTH_WINDOW_GROUPS, 4 * groups_per_step) <= num_kept < LENGTH_WINDOW_GROUPS + groups_per_step
 
 
 def test_a_cohort_whose_short_responses_are_trained_first_shows_it_once_the_long_ones_are_in() -> None:
+    def early_after(monitor: LengthBiasMonitor, version: int, groups: list[Group]) -> dict[str, float]:
+        monitor.trained(groups, built(groups, step=version), version=version, max_staleness=1)
+        return {name.removeprefix("length_bias/early_"): v for name, v in monitor.record().items() if "early" in name}
+
     lengths = LengthBiasMonitor()
-
-    def early_after(version: int, of: list[Group]) -> dict[str, float]:
-        lengths.trained(of, built(of, step=version), version=version, max_staleness=1)
-        return {name.removeprefix("length_bias/early_"): v for name, v in lengths.record().items() if "early" in name}
-
-    assert early_after(0, [answers(0, 0, [[(0, 1)], [(0, 3)]])]) == {}, "long responses may still be on their way"
-    late = [answers(1, 0, [[(0, 9)], [(0, 11)]]), answers(2, 1, [[(1, 30)], [(1, 30)]])]
-    assert early_after(1, late) == {"ks": 0.5, "length_ratio": 2 / 6}
-    lengths = LengthBiasMonitor()
-    early_after(0, whole := groups([1, 9]))
-    assert early_after(1, whole) == {"ks": 0.0, "length_ratio": 1.0}, "a cohort that is trained whole"
+    assert early_after(lengths, 0, [sampled(0, 0, [(0, 1)], [(0, 3)])]) == {}, "long responses may still come"
+    late = [sampled(1, 0, [(0, 9)], [(0, 11)]), sampled(2, 1, [(1, 30)], [(1, 30)])]
+    assert early_after(lengths, 1, late) == {"ks": 0.5, "length_ratio": 2 / 6}
+    lengths, whole = LengthBiasMonitor(), of_lengths(1, 9)
+    early_after(lengths, 0, whole)
+    assert early_after(lengths, 1, whole) == {"ks": 0.0, "length_ratio": 1.0}, "the whole cohort is trained"
 
 
-# Waits and lost work
+# --- waits and lost work ---
 
 
 class Story:
@@ -306,29 +277,28 @@ class Story:
         self.now = 100.0 + seconds
         return self.queue
 
-    def line(self, seconds: float, of: Sequence[Group] = (), **how: Any) -> dict[str, float]:
+    def record(self, seconds: float, groups: Sequence[Group] = (), **how: Any) -> dict[str, float]:
         given: dict[str, Any] = {"num_replicas": 1, "backpressure_s": 0.0, "engines_idle_frac": None} | how
-        return self.at(seconds).step_record(of, **given)
+        return self.at(seconds).step_record(groups, **given)
 
 
-def group(group_id: int, *, lengths: tuple[int, ...] = (2, 3)) -> Group:
-    return answers(group_id, 0, [[(0, n)] for n in lengths])
+def group(group_id: int, *, lengths: tuple[int, ...] = (2, 3), waits: tuple[float, ...] = (0.0, 0.0)) -> Group:
+    """With seconds that its responses waited for an engine."""
+    whole = sampled(group_id, 0, *([(0, n)] for n in lengths))
+    pairs = zip(whole.trajectories, waits, strict=True)
+    return replace(whole, trajectories=[replace(t, timings={"engine_wait_s": wait_s}) for t, wait_s in pairs])
 
 
 def test_every_wait_of_a_group_has_its_own_figure() -> None:
-    story = Story()
+    story, groups = Story(), [group(0, waits=(0.0, 2.0)), group(1, waits=(4.0, 10.0))]
     story.at(0).admitted(0)
     story.at(1).admitted(1)
     story.at(2).claimed(0)
     story.at(2).claimed(1)
-    story.at(5).finished(group(0))
-    story.at(12).finished(group(1))
-    story.at(20).taken([group(0), group(1)])
-    waited = [
-        replace(group(i), trajectories=[replace(t, timings={"engine_wait_s": s}) for t, s in zip(*pair, strict=True)])
-        for i, pair in enumerate([(group(0).trajectories, (0.0, 2.0)), (group(1).trajectories, (4.0, 10.0))])
-    ]
-    record = story.line(30, waited)
+    story.at(5).finished(groups[0])
+    story.at(12).finished(groups[1])
+    story.at(20).taken(groups)
+    record = story.record(30, groups)
     assert {name.removeprefix("queue/"): value for name, value in record.items() if name.startswith("queue/")} == {
         "pending_s": 1.5, "pending_s_max": 2.0,
         "rollout_s": 6.5, "rollout_s_max": 10.0,
@@ -347,22 +317,13 @@ def test_until_engines_report_one_without_a_group_is_taken_for_idle(num_replicas
     story.at(25).claimed(1)
     story.at(35).finished(group(0))
     story.at(40).finished(group(1))
-    record = story.line(50, num_replicas=num_replicas)
+    record = story.record(50, num_replicas=num_replicas, backpressure_s=4.0)
     assert record["perf/groups_running"] == pytest.approx((5 + 20 + 5) / 50)
     assert record["time/engines_idle_s"] == pytest.approx(idle_s)
     assert record["perf/engines_busy_frac"] == pytest.approx(1 - idle_s / 50)
-    record = story.line(70, num_replicas=2, engines_idle_frac=0.375)
+    record = story.record(70, num_replicas=2, engines_idle_frac=0.375, backpressure_s=7.0)
     assert (record["time/engines_idle_s"], record["perf/engines_busy_frac"]) == (7.5, 0.625), "as they report it"
-
-
-def test_a_line_is_about_the_time_since_the_line_before() -> None:
-    story = Story()
-    assert story.line(10, backpressure_s=4.0)["time/engines_idle_s"] == 10.0
-    story.at(10).admitted(0)
-    story.at(10).claimed(0)
-    record = story.line(16, backpressure_s=7.0)
-    assert (record["time/engines_idle_s"], record["time/backpressure_s"]) == (0.0, 3.0)
-    assert record["perf/engines_busy_frac"] == 1.0
+    assert record["time/backpressure_s"] == 3.0, "since the record before"
 
 
 def test_lost_work_is_counted_by_kind() -> None:
@@ -377,12 +338,12 @@ def test_lost_work_is_counted_by_kind() -> None:
     failed = replace(whole.trajectories[0], status="failed", reward=nan, num_lost_tokens=3)
     scored = replace(whole.trajectories[1], num_lost_tokens=8)
     story.at(4).finished(replace(whole, trajectories=[failed, scored]))
-    record = story.line(9)
+    record = story.record(9)
     lost = {name.removeprefix("discarded/"): v for name, v in record.items() if name.startswith("discarded/")}
     assert lost == {"filtered_tokens": 5, "failed_tokens": 7, "unused_tokens": 8, "retried_s": 2.0, "dropped_s": 3.0}
     assert set(story.queue._times) == {1, 3}, "filtered and dropped groups are forgotten"
-    assert story.line(10)["discarded/filtered_tokens"] == 0
+    assert story.record(10)["discarded/filtered_tokens"] == 0
     story.at(11).claimed(1)
     story.at(12).finished(group(1))
     story.at(12).taken([group(1)])
-    assert story.line(12, [group(1)])["queue/pending_s"] == 9.0, "a retry waits again"
+    assert story.record(12, [group(1)])["queue/pending_s"] == 9.0, "a retry waits again"
