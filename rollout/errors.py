@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class DataError(Exception):
-    """A data set, column, prompt or reward function cannot be used as configured. The process exits with code 2."""
+    """A data set, column, prompt or reward function cannot be used as configured. Exit code 2."""
 
 
 class PluginError(Exception):
@@ -16,15 +16,15 @@ class AgentError(Exception):
 
 
 class BaselineError(Exception):
-    """The greedy response of a group has no reward, so none of its responses has an advantage. Fails the group."""
+    """The greedy response of a group has no reward, so no response has an advantage. Fails the group."""
 
 
 class EngineDead(Exception):
-    """An engine replica stopped responding; its requests continue elsewhere from the tokens they have."""
+    """An engine replica stopped responding; its requests continue elsewhere, from their tokens."""
 
 
 class WorkerLost(Exception):
-    """A rollout worker died or stopped responding while it had a group, which need not be at fault."""
+    """A rollout worker died or stopped responding while it had a group, which may not be at fault."""
 
 
 class RewardError(Exception):
@@ -36,8 +36,8 @@ class RewardTimeout(RewardError):
 
 
 class BufferClosed(Exception):
-    """The rollout buffer was closed: the normal end of a loop, unless `__cause__` has the error that closed it."""
+    """The rollout buffer was closed: normal, unless `__cause__` is the error that closed it."""
 
 
 class NoProgress(Exception):
-    """Generation produces nothing that can be trained: every group is filtered, or every group fails."""
+    """Generation produces nothing to train on: every group is filtered, or every group fails."""

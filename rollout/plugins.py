@@ -1,6 +1,6 @@
-"""Finds what a user wrote: an object by the name of its module or by its file.
+"""Finds custom objects by the name of their module or by their file.
 
-Plug-ins travel by name, never as objects: every process that needs one imports its own copy.
+They travel by name, never as objects: every process imports its own copy.
 """
 
 from __future__ import annotations
@@ -20,23 +20,19 @@ if TYPE_CHECKING:
 
 
 def load(path: str, *, what: str) -> object:
-    """The object of a dotted path, `package.module.name`; the caller checks its kind. `what` it should be is for
-    messages, e.g. "agent loop".
-
-    Raises:
-        PluginError: it is no dotted path, its module does not import (with the cause), or has no such name.
-    """
+    """The object at `package.module.name`; the caller checks its kind. `what` it should be is for messages, such as
+    "agent loop". Raises PluginError if that is no dotted path, or as `find`."""
     module, dot, name = path.rpartition(".")
     if not dot or not all(part.isidentifier() for part in path.split(".")):
         raise PluginError(
-            f"{what} {path!r} is no dotted path; give package.module.name, of a module that Python can import from the "
-            "working directory or an installed package"
+            f"{what} {path!r} is no dotted path; give package.module.name, of the working directory or an installed "
+            "package"
         )
     return find(module, name, path=path, what=what)
 
 
 def load_plugin(path: str, *, what: str) -> object:
-    """As `load`, for `path/to/file.py:name` too."""
+    """As `load`, and for `path/to/file.py:name`."""
     file, colon, name = path.rpartition(":")
     if colon and is_file(file) and name.isidentifier():
         return find(str(Path(file).expanduser()), name, path=path, what=what)
@@ -44,7 +40,7 @@ def load_plugin(path: str, *, what: str) -> object:
 
 
 def find(location: str, name: str, *, path: str, what: str) -> object:
-    """`name` in the module, or the Python file, `location`. `path` is what the user wrote, for messages.
+    """`name` in the module or Python file `location`; `path` is as the user wrote it, for messages.
 
     Raises:
         PluginError: the module does not import (with the cause), or has no such name.
@@ -66,7 +62,7 @@ def is_file(location: str) -> bool:
 
 
 def _load_file(path: Path) -> ModuleType:
-    # The digest keeps two files of the same name apart; being in sys.modules is what dataclasses and pickle ask for.
+    # The digest keeps two files of the same name apart; dataclasses and pickle need the entry in sys.modules.
     module_name = f"tandem_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:

@@ -1,7 +1,7 @@
 """Processes that must not outlive their owner, nor leave behind what they have started.
 
-`fork_under_guards` is for a process that runs code of users, which may start programs; `OrphanReaper` is for processes
-that a library has started; `exit_with_parent` and `kill_with_parent` are for a child that starts none.
+`fork_under_guards` is for a process that runs users' code, which may start programs; `OrphanReaper` for processes that
+a library starts; `exit_with_parent` and `kill_with_parent` for a child that starts none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GUARD_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 _KILL_TREE_S = 5.0
-"""Time to kill a tree; a process that the kernel still holds by then stays."""
+"""To kill a tree; a process that the kernel holds longer stays."""
 _PARENT_POLL_S = 0.5
 _SHARED_MEMORY = tuple(f"/dev/shm/{name}" for name in ("psm_", "vllm_dist_", "sem.mp-"))
 
@@ -37,8 +37,8 @@ def kill_with_parent() -> None:
 
 
 def exit_with_parent(parent_pid: int | None = None, *, grace_s: float = 0.0) -> None:
-    """From now on this process exits within half a second and `grace_s` after its parent (None: the present one) is
-    gone. On every system, and whatever thread of the parent started it."""
+    """From now on this process exits `grace_s` and at most half a second after its parent (None: the present one). On
+    every system, and whatever thread of the parent started it."""
     parent_pid = os.getppid() if parent_pid is None else parent_pid
 
     def watch() -> None:
@@ -54,18 +54,17 @@ def exit_with_parent(parent_pid: int | None = None, *, grace_s: float = 0.0) -> 
 
 
 def fork_under_guards(parent_pid: int) -> None:
-    """Returns in a grandchild. This process and the one between become its guards, which outlive both it and the parent
-    and kill all that it has started: when the parent sends SIGTERM or is gone, or when the grandchild ends. They exit
-    as it does. Call it in a process with one thread. Linux only.
+    """Returns in a grandchild. This process and the one between become its guards: when the parent sends SIGTERM or is
+    gone, or the grandchild ends, they kill all that it has started, and exit as it did. Call it in a process with one
+    thread. Linux only.
 
-    Orphans below the guards become their children ("subreaper"), also those that have left the session, as programs of
-    a reward for code often do. There are two guards because one may be killed: Ray kills the children of a worker that
-    ends, and a program may kill its parent.
+    Orphans below the guards become their children ("subreaper"), even if they left the session. Two guards, because one
+    may be killed: Ray kills the children of a worker that ends, and a program may kill its parent.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _GUARD_SIGNALS)
     for _ in range(2):
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        # "Parent" is the thread that started us. That is the thread of the event loop, which lives as long as the pool.
+        # The signal is for the end of the thread that started us: that of the event loop, which outlives the pool.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent_pid:  # it died before the line above
             os._exit(1)
@@ -98,7 +97,7 @@ def _guard(child: int) -> NoReturn:
 
 
 def _status_at_end(child: int) -> int:
-    """As `os.waitpid` reports it; that of SIGKILL after SIGTERM to us."""
+    """As of `os.waitpid`; after SIGTERM to us that of SIGKILL."""
     while signal.sigwait(_GUARD_SIGNALS) != signal.SIGTERM:
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             if ended[0] == child:
@@ -107,8 +106,8 @@ def _status_at_end(child: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kills until there are none: the children of a killed process become ours. Groups first, since a process that
-    forks cannot outrun the end of its whole group."""
+    """Kills until there are none: children of a killed process become ours. Groups first: a process that forks cannot
+    outrun the end of its group."""
     deadline = time.monotonic() + _KILL_TREE_S
     while time.monotonic() < deadline:
         found = _descendants()
@@ -145,15 +144,15 @@ def _prctl(option: int, value: int) -> None:
 class OrphanReaper:
     """Kills `pids` when this process ends, however it dies, or with `close`, and unlinks their shared memory.
 
-    vLLM's engine process does not notice that its parent is gone: after a SIGKILL (out of memory, `ray.kill`) it keeps
-    its device memory; its workers notice, but never end out of a hanging call to their device. Here a small process
-    holds the reading end of a pipe, whose other end the kernel closes with this process. Can go when vLLM's processes
-    are killed with their parents. Tensor-parallel engines communicate through named shared memory (hundreds of
-    megabytes), which outlives processes that are killed: what they had mapped is unlinked once they are dead.
+    vLLM's engine process does not notice that its parent was killed (out of memory, `ray.kill`), and keeps its device
+    memory; its workers notice, but cannot leave a hanging call to their device. So a small process holds the reading
+    end of a pipe, whose other end the kernel closes with this process. Can go when vLLM's processes die with their
+    parents. Tensor-parallel engines share hundreds of megabytes of named memory, which outlives killed processes.
+
+    Pids that are gone are left out; one that is reused later is not hit.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
-        """Pids that are gone by now are left out; one that is reused later is not hit."""
         program = f"import sys; sys.path[:] = {sys.path!r}; from rollout.processes import reap; reap({[*pids]})"
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", program],
@@ -164,13 +163,13 @@ class OrphanReaper:
             env={},  # without the mark of the run, whose own cleaner would end it before it is done
         )
         assert self._process.stdout is not None
-        self._process.stdout.readline()  # it has seen their shared memory, and has no parent
+        self._process.stdout.readline()  # it knows their shared memory, and has no parent
         self._process.wait()
         self._is_closed = False
 
     def close(self) -> None:
-        """Kill those that still run: the workers of a crashed engine process have no parent, and no one else knows
-        their pids. Idempotent; takes milliseconds."""
+        """Kills those that still run, such as the orphaned workers of a crashed engine. Idempotent; takes
+        milliseconds."""
         if not self._is_closed:
             self._is_closed = True
             with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
@@ -178,8 +177,8 @@ class OrphanReaper:
 
 
 def reap(pids: Sequence[int]) -> None:
-    """The reaper's process: waits for the end of standard input, then kills and unlinks. A grandchild of the owner does
-    the work: Ray kills the children of an actor that it ends."""
+    """The reaper's process: waits for the end of standard input, then kills and unlinks. In a grandchild of the owner:
+    Ray kills the children of an actor that it ends."""
     processes: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):

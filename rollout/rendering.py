@@ -1,7 +1,6 @@
-"""Between messages and token ids, for prompts and agents: the tokenizer, its chat template, and tool calls in a text.
+"""Between messages and token ids: the tokenizer, its chat template, and tool calls in a text.
 
-Text that the policy generated is never tokenized again: of a conversation that continues, only what follows its last
-turn is rendered.
+Generated text is never tokenized again: of a conversation that continues, only what follows its last turn is rendered.
 """
 
 from __future__ import annotations
@@ -17,14 +16,9 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
-    """A Hugging Face tokenizer of a directory or hub name. Takes seconds, transformers included.
-
-    With `trust_remote_code` its own class is imported where it has one; without, a class of transformers may read the
-    same files in another way.
-
-    Raises:
-        OSError, ValueError: it cannot be loaded, or needs code that is not trusted.
-    """
+    """A Hugging Face tokenizer by directory or hub name. Takes seconds. With `trust_remote_code` its own class is
+    imported, if any; a class of transformers may read the same files in another way. Raises OSError or ValueError if it
+    cannot be loaded, or needs code that is not trusted."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -32,18 +26,18 @@ def load_tokenizer(path: str, *, trust_remote_code: bool) -> Any:
 
 # ---------------------------------------------------------------- what a template takes
 
+_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+"""`{% generation %}`, which transformers adds to the language of templates."""
+
 
 def arguments_of(tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for `apply_chat_template`. Without tools there is no `tools`: a tokenizer need not take it."""
+    """Keyword arguments for `apply_chat_template`; without tools no `tools`, which a tokenizer need not accept."""
     return {**kwargs, "tools": [dict(tool) for tool in tools]} if tools else dict(kwargs)
 
 
 def variables_of(tokenizer: Any, *, with_tools: bool) -> frozenset[str] | None:
-    """Names that the chat template reads and does not define; with tools a tokenizer may have another template.
-
-    None if they cannot be known: there is no template, the tokenizer renders with code of its own, or its template does
-    not parse.
-    """
+    """Names that the chat template reads and does not define; with tools a tokenizer may have another template. None if
+    they are unknown: there is no template, it does not parse, or the tokenizer renders with custom code."""
     from jinja2 import Environment, TemplateError, meta
     from transformers import PreTrainedTokenizerBase
 
@@ -51,29 +45,16 @@ def variables_of(tokenizer: Any, *, with_tools: bool) -> frozenset[str] | None:
         return None
     try:
         template = tokenizer.get_chat_template(tools=[] if with_tools else None)
-        environment = Environment(extensions=["jinja2.ext.loopcontrols", _generation()])
+        template = _GENERATION.sub("", template)
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
         return frozenset(meta.find_undeclared_variables(environment.parse(template)))
     except (ValueError, TemplateError):
         return None
 
 
-def _generation() -> Any:
-    """`{% generation %}`, which transformers adds to the language: it marks the assistant's text."""
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Generation
-
-
 def why_refused(tokenizer: Any, kwargs: Mapping[str, Any], *, with_tools: bool) -> str | None:
-    """Why the chat template cannot take these arguments: one is a parameter of `apply_chat_template` itself, or the
-    template never reads it. None if nothing is known against them."""
+    """Why the chat template cannot use these arguments: one is a parameter of `apply_chat_template`, or is never read.
+    None if there is no known reason."""
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     if reserved := sorted(taken & kwargs.keys()):
         return f"{', '.join(reserved)} cannot be set: rendering a prompt sets it"
@@ -85,11 +66,8 @@ def why_refused(tokenizer: Any, kwargs: Mapping[str, Any], *, with_tools: bool) 
 
 
 def schema_of(name: str, function: Callable[..., object]) -> dict[str, Any]:
-    """The JSON schema of a function under `name`, from its annotations and its docstring in Google's style.
-
-    Raises:
-        ValueError: it lacks one of these, or an annotation has no counterpart in JSON.
-    """
+    """The JSON schema of a function under `name`, from its annotations and its docstring in Google's style. Raises
+    ValueError if it lacks one of these, or JSON has no type for an annotation."""
     from transformers.utils import chat_template_utils as utils
 
     try:
@@ -105,7 +83,7 @@ def schema_of(name: str, function: Callable[..., object]) -> dict[str, Any]:
 
 _PLACEHOLDER = "what the policy said"
 _SLACK = 1024
-"""Tokens beyond twice those that there is room for: the last tokens of a truncated text differ."""
+"""Tokens beyond twice the room: the last tokens of a cut text differ."""
 
 
 class TemplateError(ValueError):
@@ -117,7 +95,7 @@ class TemplateError(ValueError):
 
 
 class TooLong(ValueError):
-    """Messages have more than `num_tokens` tokens, far more than there is room for; not all of them were counted."""
+    """Messages have more than `num_tokens` tokens, far beyond the room; not all were counted."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"the messages have more than {num_tokens} tokens")
@@ -126,10 +104,10 @@ class TooLong(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderOptions:
-    """What a conversation is rendered with, besides its messages. Other options make it another conversation."""
+    """What a conversation is rendered with. Other options make it another conversation."""
 
     tools: Sequence[Mapping[str, Any]] = ()
-    """As JSON schemas, in the form of OpenAI's API."""
+    """JSON schemas, in the form of OpenAI's API."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Of the template, such as `enable_thinking`."""
 
@@ -148,12 +126,8 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Rende
 
 
 class ChatTemplateRenderer:
-    """Conversations of agents, turn by turn.
-
-    Raises:
-        ValueError: the tokenizer (of Hugging Face) has no chat template, or the template does not show the text of an
-            assistant.
-    """
+    """Conversations of agents, turn by turn. Raises ValueError if the tokenizer (of Hugging Face) has no chat template,
+    or one that does not show the text of an assistant."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -166,15 +140,8 @@ class ChatTemplateRenderer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], options: RenderOptions, *, max_tokens: int | None = None
     ) -> list[int]:
-        """Tokens of a conversation up to where the policy begins.
-
-        Args:
-            max_tokens: that there is room for. A few more are returned all the same; far more are not counted.
-
-        Raises:
-            TemplateError: the template refuses the messages.
-            TooLong: there are far more tokens than `max_tokens`.
-        """
+        """Tokens of a conversation up to where the policy begins. Raises TemplateError; TooLong if there are far more
+        than `max_tokens`, which are not counted. A few more are returned."""
         return self._tokens(render(self._tokenizer, messages, options), max_tokens)
 
     def render_next_turn(
@@ -185,19 +152,16 @@ class ChatTemplateRenderer:
         *,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Tokens between what the policy generated (`generated_ids`, not empty) and where it continues after
-        `messages`. The end of its turn is among them, unless it is the last of `generated_ids`. `max_tokens` and errors
-        as of `render`.
-        """
+        """Tokens between `generated_ids` (not empty) and where the policy continues after `messages`. They include the
+        end of its turn, unless that is the last of `generated_ids`. `max_tokens` and errors as of `render`."""
         text, last = self.suffix(messages, options), generated_ids[-1]
         if last in self._tokenizer.all_special_ids:
             text = text.removeprefix(self.text([last]))
         return self._tokens(text, max_tokens)
 
     def suffix(self, messages: Sequence[Mapping[str, Any]], options: RenderOptions) -> str:
-        """Text between what the policy generated, whatever it is, and where it continues after `messages`. Raises
-        TemplateError."""
-        # Templates rewrite earlier turns, such as thoughts in them. Of a made-up one nothing is kept but its end.
+        """Text between any generated turn and where the policy continues after `messages`. Raises TemplateError."""
+        # Templates rewrite earlier turns, such as thoughts in them. Of a placeholder turn only the end is kept.
         return render(self._tokenizer, _with_turn(messages), options).partition(_PLACEHOLDER)[2]
 
     def text(self, token_ids: Sequence[int], *, spelled_out: bool = True) -> str:
@@ -205,11 +169,11 @@ class ChatTemplateRenderer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=not spelled_out)
 
     def _tokens(self, text: str, max_tokens: int | None) -> list[int]:
-        """Raises TooLong if a beginning of the text has far more than `max_tokens` tokens.
+        """Raises TooLong if a prefix of the text has far more than `max_tokens` tokens.
 
-        Tokenizers decide from what is near: the tokens of a beginning are those of the whole text, but for the last
-        few. So with a limit of twice the room, and more, no text that fits is refused, whatever the tokenizer drops,
-        joins or does not know. What fits rarely has more than eight characters per token, and is not checked here.
+        Tokenizers decide locally: the tokens of a prefix are those of the whole text, except for the last few. So with
+        a limit of more than twice the room, no text that fits is refused. Text that fits rarely has more than eight
+        characters per token, and is not checked.
         """
         text = text.encode("utf-8", "replace").decode()  # half a surrogate pair, which JSON can spell, is no text
         if max_tokens is not None:
@@ -238,7 +202,7 @@ _DECODER = json.JSONDecoder()
 
 
 class ToolCallError(ValueError):
-    """A text begins a tool call and does not write it as it should."""
+    """A text begins a tool call with the wrong syntax."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,13 +217,12 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     start: int
-    """Index of its first character in the text."""
     end: int
-    """Index after its last one."""
+    """`text[start:end]` is the call."""
 
 
 def find_tool_calls(text: str) -> list[ToolCall]:
-    """All whole calls. One that is no JSON, or was cut off, is text: a thought may describe how a call is written."""
+    """All whole calls. One that is cut off or no JSON is text: a thought may describe the syntax of calls."""
     found = (_read_call(text, match.start(), match.end()) for match in _CALL.finditer(text))
     return [call for call in found if call is not None]
 
@@ -279,11 +242,7 @@ def _read_call(text: str, start: int, body: int) -> ToolCall | None:
 
 
 def last_tool_call(text: str) -> ToolCall | None:
-    """The call that a turn ends with; None if it has none. Nothing after the first `CALL_END` counts.
-
-    Raises:
-        ToolCallError: it begins a call and does not write it as it should.
-    """
+    """The call at the first `CALL_END`, which ends a turn; None without one. Raises ToolCallError for wrong syntax."""
     before, closed, _ = text.partition(CALL_END)
     if calls := find_tool_calls(before + closed):
         return calls[-1]

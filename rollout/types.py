@@ -1,9 +1,6 @@
-"""The contract between rollout and trainer: what a prompt is, what was generated, and under which weights.
+"""The contract between rollout and trainer: prompts, what was generated, and under which weights.
 
-Every type is frozen, slotted and keyword-only. Arrays are ragged numpy arrays (one per sequence, never padded).
-Shape legend: `T` tokens of one turn or sequence.
-
-This module imports without torch, Ray or vLLM.
+Arrays are numpy arrays, one per sequence, never padded. Shape legend: `T` tokens of one turn or sequence.
 """
 
 from __future__ import annotations
@@ -17,16 +14,15 @@ from typing import Any, Literal
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why generation ended: an end token, the token budget, or the engine returned the request unfinished."""
+"""An end token or stop text, the token budget, or the request was returned unfinished."""
 
 TrajectoryStatus = Literal["completed", "truncated", "failed"]
-"""`truncated` was cut off by a budget of tokens, or of time; `failed` has no usable reward. Neither is ever trained as
-if complete."""
+"""`truncated` exceeded a budget of tokens or time; `failed` has no usable reward. Neither is trained as if complete."""
 
 FailureKind = Literal["timeout", "agent_error", "reward_timeout", "reward_error"]
 OnFailure = Mapping[FailureKind, Literal["score", "zero", "drop"]]
-"""What becomes of a trajectory that went wrong: the reward function scores what there is, it gets a reward of 0, or it
-is `failed`. What is not named is dropped."""
+"""Of a trajectory that went wrong: the reward function scores what there is, it gets a reward of 0, or (the default) it
+is `failed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +34,11 @@ class Prompt:
     """
 
     prompt_id: str
-    """The row of the data set, the same in every epoch; it also seeds sampling."""
+    """Of the row of the data set, the same in every epoch; it also seeds sampling."""
     token_ids: np.ndarray
-    """int32[T]: what the engine receives, special tokens included."""
+    """int32[T], special tokens included."""
     text: str
-    """The prompt as a person reads it (after the chat template, if any)."""
+    """After the chat template, if any."""
     answer: str
     """Ground truth for the reward; empty if it needs none."""
     reward: str = ""
@@ -50,7 +46,7 @@ class Prompt:
     metadata: Mapping[str, object] = field(default_factory=dict)
     """Further columns of the data set, untouched."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """What the chat template made `text` of; kept for agents alone, and empty without a template."""
+    """The source of `text`, kept for agents alone; empty without a chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +56,11 @@ class RolloutRequest:
     group_id: int
     prompt: Prompt
     start_version: int
-    """The policy version that was live at admission; no token of the group may come from an older one."""
+    """The live policy version at admission; no token of the group may be from an older one."""
     attempt: int = 0
-    """0, or which retry this is."""
+    """0, or the number of this retry."""
     num_worker_losses: int = 0
-    """Rollout workers that were lost while they generated it; these attempts count as no retries."""
+    """Rollout workers that were lost while they generated it; these do not count as retries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +75,9 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
-    """The response ends with the token that completes one of these texts, special tokens spelled out. That token is
-    part of it. Never empty texts."""
+    """The response ends with (and includes) the token that completes one of these texts, special tokens spelled out."""
     num_prefix_tokens: int = 0
-    """How many tokens at the end of the prompt belong to the response, which continues here: a stop string may begin in
-    them."""
+    """Tokens at the end of the prompt that belong to the response, which continues: a stop text may start there."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
@@ -92,16 +86,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """Consecutive tokens that engines sampled for one request: a piece of a response, or all of it."""
+    """Consecutive sampled tokens of one request: a piece of a response, or all of it."""
 
     token_ids: np.ndarray
     """int32[T]"""
     logprobs: np.ndarray
-    """float32[T]: of each token when it was sampled, under the distribution it was sampled from (after temperature)."""
+    """float32[T]: under the distribution that each token was sampled from (after temperature)."""
     versions: np.ndarray
     """int32[T]: the policy version that sampled each token."""
     finish_reason: FinishReason | None
-    """None on a chunk that is not the last."""
+    """None unless it is the last chunk."""
 
     def __post_init__(self) -> None:
         num_tokens, num_logprobs, num_versions = len(self.token_ids), len(self.logprobs), len(self.versions)
@@ -113,7 +107,7 @@ class TokenChunk:
 
 
 def join_chunks(chunks: Sequence[TokenChunk], finish_reason: FinishReason | None) -> TokenChunk:
-    """Consecutive chunks of one response as one, from whichever engines."""
+    """Consecutive chunks of one response as one."""
     return TokenChunk(
         token_ids=_concatenate([chunk.token_ids for chunk in chunks], np.int32),
         logprobs=_concatenate([chunk.logprobs for chunk in chunks], np.float32),
@@ -135,9 +129,9 @@ class Turn:
     versions: np.ndarray
     """int32[T]; -1 where nothing was sampled."""
     reward: float = 0.0
-    """From the environment for this turn, on top of the reward of the outcome."""
+    """From the environment, on top of the reward of the outcome."""
     begins_anew: bool = False
-    """The first turn of a sequence that does not begin with the prompt: nothing before it is in its context."""
+    """Starts a sequence that does not begin with the prompt: earlier turns are not in its context."""
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
@@ -150,15 +144,14 @@ class ToolUse:
     """Calls of tools in one trajectory, as its agent loop counts them."""
 
     num_calls: int = 0
-    """Made by the policy, failed ones included."""
     num_errors: int = 0
-    """Calls without a result; the policy got an error message instead."""
+    """Calls for which the policy got an error message."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_errors <= self.num_calls:
             raise ValueError(
-                f"ToolUse needs 0 <= num_errors <= num_calls, got {self.num_errors} and {self.num_calls}; a call that "
-                "fails counts as both"
+                f"ToolUse needs 0 <= num_errors <= num_calls, got {self.num_errors} and {self.num_calls}; a failed "
+                "call counts as both"
             )
 
 
@@ -167,44 +160,44 @@ class Trajectory:
     """One sampled response to a prompt: its tokens, and its reward.
 
     An agent loop returns the tokens, `status` and `tool_use` (`TrajectoryBuilder.finish`); the rollout worker adds the
-    others. All sequences and turns are end to end. `T` tokens, `K` turns, `Q` sequences. Raises ValueError if arrays
-    disagree, or a turn has a reward in which nothing was sampled.
+    others. Sequences and turns are concatenated: `T` tokens, `K` turns, `Q` sequences. Raises ValueError if arrays
+    disagree, or a turn without sampled tokens has a reward.
     """
 
     token_ids: np.ndarray
-    """int32[T]: the prompt, what the policy sampled, and the context between."""
+    """int32[T]: the prompt, sampled tokens, and the context between."""
     loss_mask: np.ndarray
-    """bool[T]: what the policy sampled."""
+    """bool[T]: sampled tokens."""
     logprobs: np.ndarray
     """float32[T]: see `TokenChunk`; 0 outside the mask."""
     versions: np.ndarray
-    """int32[T]: the policy version that sampled each token; -1 outside the mask."""
+    """int32[T]: see `TokenChunk`; -1 outside the mask."""
     turn_ends: np.ndarray
     """int32[K]: index after the last token of each turn; the last one is T."""
     turn_rewards: np.ndarray
-    """float64[K]: from the environment for each turn, on top of the reward of the outcome. Finite."""
+    """float64[K]: from the environment, on top of the reward of the outcome. Finite."""
     sequence_starts: np.ndarray
-    """int32[Q]: first token of each sequence that does not begin with the prompt. Empty in most trajectories."""
+    """int32[Q]: first token of each sequence that does not begin with the prompt; mostly empty."""
     status: TrajectoryStatus
     prompt_id: str = ""
     sample_index: int = 0
     reward: float = math.nan
-    """Of the outcome, without the rewards of the turns. NaN until it is scored, and if status is "failed"."""
+    """Of the outcome, without those of the turns. NaN until it is scored, and if status is "failed"."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
-    """Seconds: "generate_s", an agent's tools included; "engine_wait_s", the part of it that was a wait for room at an
-    engine; "reward_s", the wait for a free reward process included."""
+    """Seconds: "generate_s", an agent's tools included; "engine_wait_s", its wait for room at an engine; "reward_s",
+    the wait for a free reward process included."""
     text: str = ""
-    """For rewards and for people: from the first generated token to the last, with what the policy read between,
-    and without special tokens. Sequences are on lines of their own."""
+    """Of each sequence one line: from the first generated token to the last, context between included, without special
+    tokens."""
     failure: FailureKind | None = None
-    """What went wrong, also if the trajectory has a reward all the same."""
+    """Also set if the trajectory has a reward all the same."""
     error: str = ""
-    """The reason for `failure`; empty without one."""
+    """The reason for `failure`."""
     num_lost_tokens: int = 0
-    """Generated for it, and not part of it: its agent loop failed, cancelled a generation, or did not use it."""
+    """Generated for it, but not part of it: its loop failed, cancelled a generation, or did not use it."""
     tool_use: ToolUse | None = None
-    """None if its agent loop counts no calls, or failed."""
+    """None if its loop counts no calls, or failed."""
 
     def __post_init__(self) -> None:
         num_tokens, ends = len(self.token_ids), [int(end) for end in self.turn_ends]
@@ -226,7 +219,7 @@ class Trajectory:
 
     @classmethod
     def of_turns(cls, turns: Sequence[Turn], *, status: TrajectoryStatus, **others: Any) -> Trajectory:
-        """The trajectory that `turns` are the view of."""
+        """The inverse of `turns`."""
         ends = np.cumsum([len(turn.token_ids) for turn in turns], dtype=np.int32)
         starts = [0, *ends.tolist()]
         sampled = [np.where(turn.is_generated, turn.logprobs, np.float32(0)) for turn in turns]
@@ -258,7 +251,7 @@ class Trajectory:
         )
 
     def sequences(self) -> tuple[slice, ...]:
-        """Where in the arrays each token sequence is, in order; at least one."""
+        """Of the arrays, one per token sequence, in order; at least one."""
         bounds = [0, *(start for start in self.sequence_starts.tolist() if start), len(self.token_ids)]
         return tuple(slice(start, end) for start, end in pairwise(bounds))
 
@@ -273,7 +266,7 @@ class Trajectory:
 
     @property
     def num_generated_turns(self) -> int:
-        """Turns in which the policy sampled a token."""
+        """Turns with a sampled token."""
         return sum(bool(np.any(self.loss_mask[start:end])) for start, end in self._turn_bounds())
 
     @property
@@ -283,7 +276,7 @@ class Trajectory:
 
     @property
     def nbytes(self) -> int:
-        """About its size on the wire: arrays, texts, and what pickle adds to them."""
+        """Approximate size on the wire: arrays, texts, and what pickle adds."""
         per_token = self.token_ids.nbytes + self.loss_mask.nbytes + self.logprobs.nbytes + self.versions.nbytes
         return per_token + self.turn_ends.nbytes + self.turn_rewards.nbytes + len(self.text) + len(self.error) + 384
 
@@ -300,9 +293,9 @@ class Group:
     prompt_id: str
     trajectories: Sequence[Trajectory]
     start_version: int
-    """The policy version that was live when the group was admitted."""
+    """The live policy version at admission."""
     baseline: Trajectory | None = None
-    """The greedy response whose reward the others are compared with (ReMax); scored, and never trained."""
+    """The greedy response whose reward the others are compared with (ReMax); scored, never trained."""
 
     @property
     def rewards(self) -> np.ndarray:
@@ -316,17 +309,17 @@ class Group:
 
     @property
     def has_equal_rewards(self) -> bool:
-        """Whether all scored responses, the baseline included, have the same reward: nothing to compare."""
+        """Whether all scored responses, the baseline included, have the same reward."""
         return len({t.total_reward for t in self.generated if t.status != "failed"}) <= 1
 
     @property
     def num_generated_tokens(self) -> int:
-        """Of all of `generated`, those outside the trajectories included."""
+        """Of `generated`, lost tokens included."""
         return sum(t.num_generated_tokens + t.num_lost_tokens for t in self.generated)
 
     @property
     def nbytes(self) -> int:
-        """About its size on the wire."""
+        """Approximate size on the wire."""
         return sum(t.nbytes for t in self.generated)
 
 

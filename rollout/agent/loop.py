@@ -1,8 +1,7 @@
-"""How one trajectory comes about: who speaks when, and when it is over.
+"""How one trajectory comes about: whose turn it is, and when it ends.
 
-A loop knows nothing of engines, seeds, deadlines or rewards. It gets a `Generate` that continues a token sequence, and
-returns a trajectory. Token-in, token-out: nothing is re-tokenised between turns. The reward of the outcome comes later,
-from the reward function; a loop may add rewards of single turns.
+A loop knows nothing of engines, seeds, deadlines or reward functions. It gets a `Generate` that continues a token
+sequence, and returns a trajectory. Nothing is re-tokenized between turns. A loop may add rewards of single turns.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from rollout.types import FinishReason, Prompt, TokenChunk, ToolUse, TrajectoryStatus, Turn
 
-
 log = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
@@ -36,11 +34,8 @@ class Generate(Protocol):
     async def __call__(
         self, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
     ) -> TokenChunk:
-        """Samples up to `max_tokens` tokens after `token_ids` (int32[T]). "abort" means that time ran out.
-
-        Args:
-            stop: texts that end the response, their tokens included ("stop"); they take the place of `rollout.stop`.
-        """
+        """Samples up to `max_tokens` tokens after `token_ids` (int32[T]). "abort" means that time ran out. `stop` texts
+        end the response ("stop"), their tokens included; they replace `rollout.stop`."""
         ...
 
 
@@ -60,11 +55,11 @@ class Reply:
 
 
 class Environment(Protocol):
-    """What the policy talks to in a trajectory of several turns: tools, a game, a user. One instance per trajectory.
+    """The policy's counterpart in a trajectory of several turns: tools, a game, a user. One instance per trajectory.
 
-    One that holds something, such as a sandbox, also has a `close(self)`, plain or `async`: it is called at the end,
-    however the trajectory ends, cancelled or not, and has `CLOSE_S`. One that calls tools for the policy may have an
-    attribute `tool_use`, a `ToolUse` of the trajectory so far, for the metrics.
+    Optional: `close(self)`, plain or `async`, to free what it holds, such as a sandbox. It is called however the
+    trajectory ends, cancelled or not, and has `CLOSE_S`. And an attribute `tool_use`, a `ToolUse` of the trajectory so
+    far, for the metrics.
     """
 
     async def step(self, turns: tuple[Turn, ...]) -> Reply:
@@ -73,22 +68,19 @@ class Environment(Protocol):
 
 
 class AgentLoop(Protocol):
-    """Makes one trajectory out of a prompt. The chat template of the prompts shows its `tools`, if it has that
-    attribute: JSON schemas of functions. With an attribute `tool_names` the run warns at its start where prompts do not
-    name them."""
+    """Makes one trajectory out of a prompt. Optional attributes: `tools`, JSON schemas of functions, for the chat
+    template of the prompts; `tool_names`, which make the run warn at its start if the prompts do not contain them."""
 
     async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
-        """One token sequence, or several; status "failed" if generation ran out of time.
-
-        `max_tokens` bounds everything after the prompt; of another sequence, its tokens less the length of the prompt.
-        """
+        """One token sequence, or several; status "failed" if generation ran out of time. `max_tokens` bounds everything
+        after the prompt; in a further sequence, its tokens minus the length of the prompt."""
         ...
 
 
 def Episode(  # noqa: N802 - the name of the class that older loops return
     *, turns: Sequence[Turn], status: TrajectoryStatus, tool_use: ToolUse | None = None
 ) -> Trajectory:
-    """What older loops return; `TrajectoryBuilder.finish` needs no turns."""
+    """For older loops; `TrajectoryBuilder.finish` needs no turns."""
     return Trajectory.of_turns(turns, status=status, tool_use=tool_use)
 
 
@@ -103,14 +95,13 @@ class SingleTurnLoop:
 
 
 class MultiTurnLoop:
-    """Response and reply in turn, until the environment is done or a budget is spent.
+    """Alternates responses and replies, until the environment is done or a budget is spent.
 
     Args:
         make_environment: builds the environment of one trajectory.
         max_turns: generated turns at most; more is truncation.
         stop: texts that end a turn; None leaves it to `rollout.stop`.
-        tools: JSON schemas of functions, for the chat template of the prompts.
-        tool_names: of tools that the prompts should name.
+        tools, tool_names: see `AgentLoop`.
     """
 
     def __init__(
@@ -155,7 +146,7 @@ class MultiTurnLoop:
 
 
 async def _close(environment: Environment, prompt: Prompt) -> None:
-    """What an environment raises, or does not get done in time, costs no trajectory."""
+    """An environment that fails to close costs no trajectory."""
     close = getattr(environment, "close", None)
     if close is None:
         return

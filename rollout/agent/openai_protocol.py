@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: requests read, responses and events written.
+"""OpenAI's chat completions: requests decoded, responses and events encoded.
 
 Source: the OpenAI API reference, "Create chat completion", with what vLLM adds (`chat_template_kwargs`).
 """
@@ -30,11 +30,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "top_logprobs": (0,),
 }
-"""What would change how the policy samples, or ask for what it does not do, with the values that do not."""
+"""Fields that would change how the policy samples, or that need what it cannot do, with their harmless values."""
 
 
 class ApiError(Exception):
-    """A request that is answered with an error, in OpenAI's form."""
+    """Refuses a request, in OpenAI's form."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -52,19 +52,26 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Body(msgspec.Struct):
-    """What a request may contain. Its model may have any name, as there is one."""
+class ChatRequest(msgspec.Struct):
+    """The fields that are read. `parse_request` fills in those of the run."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    """In the form of `normalize`."""
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     stop: list[_Stop] | str | None = None
+    """None leaves it to the run."""
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
     model: Any = None
+    """Any name: there is one model."""
+
+    @property
+    def options(self) -> RenderOptions:
+        return RenderOptions(tools=tuple(self.tools or ()), variables=self.chat_template_kwargs or {})
 
 
 class _Text(msgspec.Struct, tag_field="type", tag="text"):
@@ -87,31 +94,14 @@ class _Message(msgspec.Struct):
     tool_calls: list[_ToolCall] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    messages: tuple[Mapping[str, Any], ...]
-    """In the form of `normalize`."""
-    options: RenderOptions
-    max_tokens: int | None
-    stop: tuple[str, ...] | None
-    """None leaves it to the run."""
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-    ignored: Mapping[str, object]
-    """Its other fields. Sampling is among them: a policy is trained on what it samples as the run samples."""
-
-
 def parse_request(body: object, variables: Mapping[str, Any]) -> ChatRequest:
-    """
-    Args:
-        variables: of the chat template, which `chat_template_kwargs` of the request adds to.
+    """`variables` of the chat template are those of the run; `chat_template_kwargs` of the request add to them.
 
     Raises:
-        ApiError: it is none, or asks for what a policy in training cannot do.
+        ApiError: it is no request, or needs something that a policy in training cannot do.
     """
     try:
-        given = msgspec.convert(body, _Body)
+        request = msgspec.convert(body, ChatRequest)
     except msgspec.ValidationError as error:
         raise ApiError(f"the request cannot be read: {error}") from error
     assert isinstance(body, dict)
@@ -120,24 +110,23 @@ def parse_request(body: object, variables: Mapping[str, Any]) -> ChatRequest:
         if value is not None and value not in allowed:
             only = json.dumps(allowed[0])
             raise ApiError(f"{name} must be {only} where a policy is trained, got {_shown(value)}; leave it out")
-    known = {*_Body.__struct_fields__, *_NEUTRAL}
-    options = given.stream_options
-    return ChatRequest(
-        messages=tuple(map(normalize, given.messages)),
-        options=RenderOptions(
-            tools=tuple(given.tools or ()), variables={**variables, **(given.chat_template_kwargs or {})}
-        ),
-        max_tokens=given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens,
-        stop=((given.stop,) if isinstance(given.stop, str) else tuple(given.stop)) if given.stop else None,
-        stream=bool(given.stream),
-        include_usage=options is not None and bool(options.include_usage),
-        logprobs=bool(given.logprobs),
-        ignored={name: value for name, value in body.items() if value is not None and name not in known},
-    )
+    request.messages = [normalize(message) for message in request.messages]
+    request.chat_template_kwargs = {**variables, **(request.chat_template_kwargs or {})}
+    if request.max_completion_tokens is not None:
+        request.max_tokens = request.max_completion_tokens
+    if request.stop is not None:
+        request.stop = ([request.stop] if isinstance(request.stop, str) else request.stop) if request.stop else None
+    return request
+
+
+def ignored_fields(body: Mapping[str, object]) -> dict[str, object]:
+    """Fields that change nothing. Sampling is among them: a policy is trained on what it samples as the run samples."""
+    known = {*ChatRequest.__struct_fields__, *_NEUTRAL}
+    return {name: value for name, value in body.items() if value is not None and name not in known}
 
 
 def normalize(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it: text as one string, arguments of calls as objects, nothing that is null.
+    """A message as chat templates read it: text as one string, arguments of calls as objects, no nulls.
 
     Raises:
         ApiError: it is no message, or contains something other than text.
@@ -171,26 +160,13 @@ def _shown(value: object) -> str:
     return json.dumps(value)[:200]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatResponse:
-    """What the policy said, for the client."""
-
-    message: Mapping[str, Any]
-    """Of the role `assistant`, with `content` and perhaps `tool_calls`."""
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    logprobs: Sequence[tuple[str, float]] | None
-    """Text and log-probability of every token."""
-
-
 def assistant_message(text: str, *, call_prefix: str, reads_calls: bool, stop: Sequence[str] = ()) -> dict[str, Any]:
-    """The policy's text as a message. With `reads_calls`, calls as Hermes and Qwen models write them become
-    `tool_calls`; one that is no JSON, or was cut off, stays text.
+    """The policy's text as a message. With `reads_calls`, whole calls in the format of Hermes and Qwen models become
+    `tool_calls`; everything else stays text.
 
     Args:
         call_prefix: of the ids of calls, unique in the conversation.
-        stop: texts that may have ended it; they are part of the turn, and not of what OpenAI's API returns.
+        stop: texts that may have ended it; OpenAI's API does not return them.
     """
     calls: list[dict[str, Any]] = []
     content, position = "", 0
@@ -207,55 +183,58 @@ def assistant_message(text: str, *, call_prefix: str, reads_calls: bool, stop: S
 
 
 def same_message(message: Mapping[str, Any], echoed: Mapping[str, Any]) -> bool:
-    """Whether a client repeats what the policy said: the same text, but for white space around it, and the same
-    calls. Both in the form of `normalize`."""
-    return (
-        echoed["role"] == "assistant"
-        and message["content"].strip() == echoed["content"].strip()
-        and _calls(message) == _calls(echoed)
-    )
+    """Whether a client repeats what the policy said: the same text, except for surrounding white space, and the same
+    calls, except for their ids. Both in the form of `normalize`."""
+    return echoed["role"] == "assistant" and _essence(message) == _essence(echoed)
 
 
-def _calls(message: Mapping[str, Any]) -> list[Any]:
-    return [call["function"] for call in message.get("tool_calls", ())]
+def _essence(message: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    return message["content"].strip(), [call["function"] for call in message.get("tool_calls", ())]
 
 
-def response_body(response: ChatResponse, *, response_id: str, created: int) -> dict[str, Any]:
-    """For a request without `stream`."""
-    choice = {
-        "index": 0,
-        "message": {"refusal": None, **response.message},
-        "finish_reason": response.finish_reason,
-        "logprobs": _logprobs(response),
-    }
-    head = {"id": response_id, "object": "chat.completion", "created": created, "model": MODEL}
-    return {**head, "choices": [choice], "usage": _usage(response)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatResponse:
+    """One response of the policy, for the client."""
 
+    message: Mapping[str, Any]
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    logprobs: Sequence[tuple[str, float]] | None
+    """Text and log-probability of every token."""
 
-def events(response: ChatResponse, *, response_id: str, created: int, include_usage: bool) -> list[str]:
-    """The lines of an event stream: the whole response in one piece, then why it ended."""
-    head = {"id": response_id, "object": "chat.completion.chunk", "created": created, "model": MODEL}
-    delta = dict(response.message)
-    if calls := delta.get("tool_calls"):
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    first = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": _logprobs(response)}
-    last = {"index": 0, "delta": {}, "finish_reason": response.finish_reason}
-    chunks: list[dict[str, Any]] = [{**head, "choices": [first]}, {**head, "choices": [last]}]
-    if include_usage:
-        chunks.append({**head, "choices": [], "usage": _usage(response)})
-    return [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
+    def body(self, *, response_id: str, created: int) -> dict[str, Any]:
+        """For a request without `stream`."""
+        message = {"refusal": None, **self.message}
+        choice = {
+            "index": 0, "message": message, "finish_reason": self.finish_reason, "logprobs": self._logprobs(),
+        }  # fmt: skip
+        head = {"id": response_id, "object": "chat.completion", "created": created, "model": MODEL}
+        return {**head, "choices": [choice], "usage": self._usage()}
 
+    def events(self, *, response_id: str, created: int, include_usage: bool) -> str:
+        """An event stream: the whole response in one piece, then why it ended."""
+        head = {"id": response_id, "object": "chat.completion.chunk", "created": created, "model": MODEL}
+        delta = dict(self.message)
+        if calls := delta.get("tool_calls"):
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+        first = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": self._logprobs()}
+        last = {"index": 0, "delta": {}, "finish_reason": self.finish_reason}
+        chunks: list[dict[str, Any]] = [{**head, "choices": [first]}, {**head, "choices": [last]}]
+        if include_usage:
+            chunks.append({**head, "choices": [], "usage": self._usage()})
+        return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
-def _usage(response: ChatResponse) -> dict[str, int]:
-    asked, said = response.num_prompt_tokens, response.num_completion_tokens
-    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+    def _usage(self) -> dict[str, int]:
+        num_prompt, num_completion = self.num_prompt_tokens, self.num_completion_tokens
+        total = num_prompt + num_completion
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_completion, "total_tokens": total}
 
-
-def _logprobs(response: ChatResponse) -> dict[str, Any] | None:
-    if response.logprobs is None:
-        return None
-    tokens = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in response.logprobs
-    ]
-    return {"content": tokens, "refusal": None}
+    def _logprobs(self) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        tokens = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in self.logprobs
+        ]
+        return {"content": tokens, "refusal": None}

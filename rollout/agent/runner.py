@@ -1,4 +1,4 @@
-"""Loads the agent of a run, runs one trajectory of it, and checks that it kept its contract."""
+"""Loads the agent loop of a run, runs one trajectory of it, and checks its contract."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from rollout.types import Prompt, TokenChunk
 
 
-class EpisodeFailed(AgentError):
-    """Why a loop brought no trajectory to its end, and what the policy had sampled by then (None if nothing, or if
-    that is no trajectory)."""
+FailedAs = Literal["timeout", "agent_error"]
 
-    def __init__(self, kind: Literal["timeout", "agent_error"], message: str, so_far: Trajectory | None) -> None:
+
+class EpisodeFailed(AgentError):
+    """A loop finished no trajectory. `so_far`: what the policy had sampled; None if nothing, or no valid trajectory."""
+
+    def __init__(self, kind: FailedAs, message: str, so_far: Trajectory | None) -> None:
         super().__init__(message)
-        self.kind: Literal["timeout", "agent_error"] = kind
+        self.kind: FailedAs = kind
         self.so_far = so_far
 
 
@@ -47,9 +49,8 @@ async def run_episode(
     """One trajectory of `loop`, checked. `timeout_s` bounds all of it; None leaves the limit to `generate`.
 
     Raises:
-        EpisodeFailed: the loop or its environment raised, took too long, or broke the contract. Concerns this
-            trajectory.
-        Exception: what `generate` raised, whatever the loop made of it. Concerns all trajectories that are generated.
+        EpisodeFailed: the loop or its environment raised, took too long, or broke the contract: this trajectory alone.
+        Exception: what `generate` raised, whatever the loop did with it: concerns all running trajectories.
     """
     tracked = _TrackedGenerate(generate, prompt)
     limit = asyncio.timeout(timeout_s)
@@ -66,8 +67,7 @@ async def run_episode(
         if limit.expired():
             text = f"the trajectory took longer than task.agent_timeout_s={timeout_s:g}"
             raise EpisodeFailed("timeout", text, so_far) from error
-        is_told = isinstance(error, AgentError)
-        text = str(error) if is_told else f"raised {type(error).__name__}: {error}{_where(error)}"
+        text = str(error) if isinstance(error, AgentError) else f"raised {type(error).__name__}: {error}{_where(error)}"
         raise EpisodeFailed("agent_error", text, so_far) from error
     if tracked.error is not None:
         raise tracked.error
@@ -75,8 +75,8 @@ async def run_episode(
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether it is we who are cancelled or closed. What a loop awaits may be cancelled by others, and a program that a
-    policy wrote may exit: out of an event loop that would stop the whole worker."""
+    """Whether this task is cancelled or closed. Others may cancel what a loop awaits, and code of the policy may
+    exit, which must not stop the whole worker."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or task.cancelling() > 0
@@ -95,16 +95,17 @@ class _TrackedGenerate:
         self, token_ids: np.ndarray, max_tokens: int, *, stop: str | Sequence[str] | None = None
     ) -> TokenChunk:
         # An engine that gets anything but integers takes no more requests, from any trajectory.
-        if not isinstance(max_tokens, Integral) or max_tokens < 1:
-            allowed = f"generate() needs max_tokens >= 1 and whole, got {max_tokens}"
-            raise AgentError(f"{allowed}; end the trajectory as truncated before")
         tokens = np.asarray(token_ids)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            allowed = f"generate() needs whole numbers in one row, got {tokens.dtype} of shape {tokens.shape}"
-            raise AgentError(f"{allowed}; give it token ids")
         stops = (stop,) if isinstance(stop, str) else stop
-        if stops is not None and not all(isinstance(text, str) and text for text in stops):
-            raise AgentError(f"generate() needs stop strings that are not empty, got {stop!r}; give () for none")
+        wrong = None
+        if not isinstance(max_tokens, Integral) or max_tokens < 1:
+            wrong = f"max_tokens >= 1 and whole, got {max_tokens}; end the trajectory as truncated before"
+        elif tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            wrong = f"whole numbers in one row, got {tokens.dtype} of shape {tokens.shape}; give it token ids"
+        elif stops is not None and not all(isinstance(text, str) and text for text in stops):
+            wrong = f"stop strings that are not empty, got {stop!r}; give () for none"
+        if wrong is not None:
+            raise AgentError(f"generate() needs {wrong}")
         try:
             chunk = await self._generate(tokens, int(max_tokens), stop=stops)
         except Exception as error:
@@ -119,7 +120,7 @@ class _TrackedGenerate:
         return chunk
 
     def so_far(self, prompt: Prompt, max_tokens: int, *, max_sequences: int) -> Trajectory | None:
-        """Everything generated, as a trajectory; None if that is nothing, or if it breaks the contract."""
+        """Everything generated; None if that is nothing, or breaks the contract."""
         made = self._builder.finish("truncated")
         with contextlib.suppress(AgentError):
             if made.loss_mask.any():
@@ -133,15 +134,14 @@ def _where(error: BaseException) -> str:
 
 
 def check_trajectory(result: object, prompt: Prompt, max_tokens: int, *, max_sequences: int = 1) -> Trajectory:
-    """The trajectory, if a loop kept its contract; without context that nothing was generated after in its sequence,
-    which no engine has seen and nothing is trained on.
+    """The trajectory, without trailing context of a sequence, which no engine has seen.
 
     Args:
-        max_tokens: of every sequence, after as many tokens as the prompt has.
-        max_sequences: that have generated tokens.
+        max_tokens: of every sequence, on top of the number of tokens of the prompt.
+        max_sequences: with generated tokens.
 
     Raises:
-        AgentError: what is wrong, and what to do.
+        AgentError: the loop broke its contract.
     """
     if not isinstance(result, Trajectory):
         raise AgentError(f"run() returned a {type(result).__name__}; return what TrajectoryBuilder.finish() gives")
@@ -158,8 +158,8 @@ def check_trajectory(result: object, prompt: Prompt, max_tokens: int, *, max_seq
     if num_used > max_sequences:
         raise AgentError(
             f"the trajectory consists of {num_used} token sequences, task.agent_max_sequences={max_sequences} allows "
-            "no more; raise it, or rewrite less of what was said: a client that removes thoughts from earlier messages "
-            "starts a sequence in every turn"
+            "no more; raise it, or rewrite less history: a client that removes thoughts from earlier messages starts a "
+            "sequence in every turn"
         )
     return _without_unread_context(result)
 
@@ -171,18 +171,16 @@ def _check_sequence(result: Trajectory, sequence: slice, prompt: Prompt, max_tok
         if not len(tokens) or loss_mask[0]:
             raise AgentError("another sequence must begin with context; give start_sequence() its tokens")
     elif not np.array_equal(tokens[:num_prompt], prompt.token_ids) or loss_mask[:num_prompt].any():
-        raise AgentError(
-            "the turns must begin with the prompt's tokens as context; begin a TrajectoryBuilder with them"
-        )
+        raise AgentError("the turns must begin with the prompt's tokens as context; start TrajectoryBuilder with them")
     if len(tokens) - num_prompt > max_tokens:
         raise AgentError(
-            f"the turns hold {len(tokens) - num_prompt} tokens after the prompt, at most max_tokens={max_tokens} are "
+            f"the turns have {len(tokens) - num_prompt} tokens after the prompt, at most max_tokens={max_tokens} are "
             "allowed; end the trajectory as truncated before"
         )
 
 
 def _without_unread_context(trajectory: Trajectory) -> Trajectory:
-    """Without turns that no generated token of their sequence follows; of no generated token at all, the first sequence
+    """Without turns that no generated token of their sequence follows. If nothing was generated, the first sequence
     stays."""
     turns, kept, is_read = trajectory.turns(), list[Turn](), False
     for turn in reversed(turns):
@@ -211,10 +209,9 @@ def make_loop(
     chat_template_kwargs: Mapping[str, object] | None = None,
     rollout_stop: Sequence[str] = (),
 ) -> AgentLoop:
-    """The loop that the factory at `path` makes of `args`; an empty path is the single turn.
-
-    `path` is `package.module.name` or `path/to/file.py:name`.
-    A factory with a parameter `chat_template_kwargs` or `rollout_stop` gets that too, unless `args` has it.
+    """The loop that the factory at `path` (`package.module.name` or `path/to/file.py:name`) makes of `args`; an empty
+    path is the single turn. A factory with a parameter `chat_template_kwargs` or `rollout_stop` gets that too, unless
+    `args` has it.
 
     Raises:
         PluginError: there is no such factory, it cannot be called with `args` or raises, or makes something else.

@@ -1,4 +1,4 @@
-"""Threads for code of users that blocks: tools, and agents that are plain functions."""
+"""Threads for blocking code of users: tools, and agents that are plain functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_THREADS = 1024
-"""Of one pool in one rollout worker; they start as they are needed."""
+"""Of one pool in one rollout worker; they start when they are needed."""
 _POOLS: weakref.WeakSet[UserThreads] = weakref.WeakSet()
 
 
@@ -25,10 +25,10 @@ class AllThreadsHang(RuntimeError):
 
 
 class UserThreads:
-    """A thread cannot be ended: one whose caller has timed out keeps its place until its function returns. These are
-    counted and logged, and once they are all of the threads, a call fails at once instead of waiting out its time.
+    """A thread cannot be killed: one whose caller timed out keeps its slot until its function returns. These are
+    counted and logged; once all threads hang, a call fails at once instead of waiting until its timeout.
 
-    A pool of its own: waiting for a thread counts as the time of the call, and the pool of the event loop has few.
+    A separate pool, because waiting for a thread counts as time of the call and the event loop's pool is small.
 
     Args:
         what: runs in them, for the log, such as "tool".
@@ -42,24 +42,25 @@ class UserThreads:
         _POOLS.add(self)
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the function returns, or raises.
-
-        Raises:
-            AllThreadsHang: see above.
-        """
+        """What the function returns, or raises. Raises AllThreadsHang if no thread can become free."""
         if self.num_hanging >= self._max_threads:
             raise AllThreadsHang(
-                f"all {self._max_threads} threads for {self._what}s still run calls that took too long; give their "
+                f"all {self._max_threads} threads for {self._what}s still run calls that timed out; give their "
                 "functions time limits of their own"
             )
         loop = asyncio.get_running_loop()
+
+        def ended(_: object) -> None:  # in the thread that hung
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(self._count, -1)
+
         work = self._pool.submit(partial(function, *args, **kwargs))
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
             if work.running():
                 self._count(1)
-                work.add_done_callback(lambda _: self._ended(loop))
+                work.add_done_callback(ended)
             raise
 
     def close(self) -> None:
@@ -71,16 +72,11 @@ class UserThreads:
         if self.num_hanging >= self._warn_at:
             self._warn_at = 2 * self.num_hanging
             log.warning(
-                "%d of %d threads for %ss still run calls that took too long; a thread cannot be ended",
+                "%d of %d threads for %ss still run calls that timed out; a thread cannot be killed",
                 self.num_hanging, self._max_threads, self._what,
             )  # fmt: skip
 
-    def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In the thread that hung."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(self._count, -1)
-
 
 def num_hanging() -> int:
-    """Threads of all pools of this process that still run calls that took too long."""
+    """Threads of all pools of this process that still run calls that timed out."""
     return sum(pool.num_hanging for pool in _POOLS)

@@ -1,13 +1,7 @@
 """An agent that calls tools: the policy writes a call, a Python function runs it, and the policy continues.
 
-A call is what Hermes and Qwen models write, one per turn:
-
-    <tool_call>
-    {"name": "calculator", "arguments": {"expression": "3 * 14"}}
-    </tool_call>
-
-A turn without one ends the episode. Tokens of earlier turns stay as they were generated: only what the chat template
-puts between two turns is rendered and tokenized.
+A turn ends with its first call (`rendering.ToolCall`); a turn without one ends the trajectory. Of what follows a
+generated turn only the text that the chat template adds is rendered and tokenized.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ToolError(Exception):
-    """A call that gave no result; the policy reads why."""
+    """A call without a result; the policy reads why."""
 
 
 def tool_agent(
@@ -59,10 +53,10 @@ def tool_agent(
 
     Args:
         tokenizer: directory or hub name, with a chat template that knows the role `tool`.
-        tools: dotted paths of functions. The policy calls them by their last name, with keyword arguments; what they
-            return is shown as text. A plain function runs in a thread, so it may block.
+        tools: dotted paths of functions. The policy calls them by their last name, with keyword arguments; their
+            results are shown as text. A plain function runs in a thread, so it may block.
         max_turns: of the policy.
-        tool_timeout_s: of one call. A thread cannot be ended: a function that may hang should bound its own time.
+        tool_timeout_s: of one call. A thread cannot be killed: a function that may hang should bound its own time.
         max_result_chars: of one result; a longer one is cut, with a note to the policy.
         tools_in_prompt: have the chat template show the tools in the prompts, if it reads `tools`; each needs
             annotations and a docstring that describes it and its arguments. The run warns at its start if the prompts
@@ -75,15 +69,18 @@ def tool_agent(
         ValueError: a tool is no function, two have the same name, or the chat template cannot show a result, or shows
             tools and one cannot be described.
     """
-    functions = {path.rpartition(".")[2]: load(path, what="tool") for path in tools}
+    functions: dict[str, Any] = {path.rpartition(".")[2]: load(path, what="tool") for path in tools}
     if len(functions) < len(tools) or not all(map(callable, functions.values())):
-        raise ValueError(f"tools must be paths of functions with names of their own, got {list(tools)}")
-    box = Toolbox(functions, timeout_s=tool_timeout_s, max_result_chars=max_result_chars)  # type: ignore[arg-type]
-    loaded, kwargs = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code), chat_template_kwargs or {}
-    shown = _shown(loaded, functions) if tools_in_prompt else []  # type: ignore[arg-type]
-    template = TurnTemplate(loaded, arguments_of(shown, kwargs))
+        raise ValueError(f"tools must be paths of functions with distinct names, got {list(tools)}")
+    box = Toolbox(functions, timeout_s=tool_timeout_s, max_result_chars=max_result_chars)
+    loaded = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    shown = _shown(loaded, functions) if tools_in_prompt else []
+    options = RenderOptions(variables=arguments_of(shown, chat_template_kwargs or {}))
+    template = ChatTemplateRenderer(loaded)
+    if "a result" not in template.suffix(_message("a result"), options):
+        raise ValueError("the chat template does not show what a tool returned; use one that knows the role `tool`")
     return MultiTurnLoop(
-        lambda _: _ToolUser(box, template),
+        lambda _: _ToolUser(box, template, options),
         max_turns=max_turns,
         stop=CALL_END,
         tools=shown,
@@ -105,27 +102,6 @@ def _shown(tokenizer: Any, functions: Mapping[str, Callable[..., object]]) -> li
         ) from error
 
 
-class TurnTemplate:
-    """What a chat template puts between two turns of the policy.
-
-    Args:
-        arguments: of the template, besides the messages.
-
-    Example:
-        template.tokens(generated_ids, "42")  # <|im_end|>\\n<|im_start|>tool\\n42<|im_end|>\\n<|im_start|>assistant\\n
-    """
-
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> None:
-        self._template, self._options = ChatTemplateRenderer(tokenizer), RenderOptions(variables=arguments or {})
-        self.text = self._template.text
-        if "a result" not in self._template.suffix(_message("a result"), self._options):
-            raise ValueError("the chat template does not show what a tool returned; use one that knows the role `tool`")
-
-    def tokens(self, generated_ids: Sequence[int], result: str) -> list[int]:
-        """Context tokens that follow `generated_ids`. If these have the end of the turn already, it is not repeated."""
-        return self._template.render_next_turn(generated_ids, _message(result), self._options)
-
-
 def _message(result: str) -> list[Mapping[str, Any]]:
     return [{"role": "tool", "content": result}]
 
@@ -140,7 +116,7 @@ class Toolbox:
         self._threads = UserThreads("tool")
 
     async def reply(self, text: str) -> tuple[str, bool] | None:
-        """What the policy reads after a turn, and whether that is an error; None if the turn calls nothing."""
+        """The policy's input after a turn, and whether that is an error; None if the turn has no call."""
         try:
             call = last_tool_call(text)
             return None if call is None else (self._cut(await self._run(call)), False)
@@ -174,8 +150,8 @@ class Toolbox:
 class _ToolUser:
     """The environment of one trajectory."""
 
-    def __init__(self, box: Toolbox, template: TurnTemplate) -> None:
-        self._box, self._template = box, template
+    def __init__(self, box: Toolbox, template: ChatTemplateRenderer, options: RenderOptions) -> None:
+        self._box, self._template, self._options = box, template, options
         self.tool_use = ToolUse()
 
     async def step(self, turns: tuple[Turn, ...]) -> Reply:
@@ -186,4 +162,4 @@ class _ToolUser:
         text, is_error = reply
         used = self.tool_use
         self.tool_use = ToolUse(num_calls=used.num_calls + 1, num_errors=used.num_errors + is_error)
-        return Reply(token_ids=self._template.tokens(generated, text))
+        return Reply(token_ids=self._template.render_next_turn(generated, _message(text), self._options))

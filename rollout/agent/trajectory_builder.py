@@ -1,6 +1,6 @@
 """The tokens of one trajectory, as an agent's turns add them.
 
-Tokens are only ever appended to a sequence, never decoded and encoded again: what the policy saw is what is trained.
+Tokens are only appended, never decoded and encoded again: what the policy saw is what is trained.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class TrajectoryBuilder:
-    """The tokens of one trajectory so far: context and generated stretches, in order.
+    """The tokens of one trajectory so far.
 
-    A turn is a stretch of context followed by a stretch that was generated; a new turn begins where context follows
-    generated tokens. The first turn begins with the prompt. A conversation whose history is rewritten continues in a
-    new sequence (`start_sequence`).
+    A turn is context followed by generated tokens; a new one begins where context follows generated tokens. The first
+    turn begins with the prompt. A conversation whose history is rewritten continues in a new sequence
+    (`start_sequence`).
 
     Example:
         builder = TrajectoryBuilder(prompt.token_ids)
@@ -46,23 +46,16 @@ class TrajectoryBuilder:
         self._add_context(np.asarray(prompt_token_ids, np.int32))
 
     def add_context(self, token_ids: np.ndarray) -> None:
-        """Appends tokens that the policy did not sample, e.g. the result of a tool.
-
-        Raises:
-            ValueError: they are no whole numbers in one row.
-        """
+        """Appends tokens that the policy did not sample, such as the result of a tool. Raises ValueError if they are no
+        whole numbers in one row."""
         tokens = _row(token_ids)
         self._start_turn()
         self._add_context(tokens)
 
     def start_sequence(self, token_ids: np.ndarray) -> None:
-        """Starts another sequence with these tokens as its context: history that was rewritten, shortened or left out.
-        What was generated so far stays in the sequences that it belongs to; context that nothing was generated after is
-        dropped.
-
-        Raises:
-            ValueError: they are no whole numbers in one row, or there are none.
-        """
+        """Starts another sequence with these tokens as its context, for history that was rewritten, shortened or left
+        out. Earlier sequences keep what was generated; trailing context of the last one is dropped. Raises ValueError
+        as `add_context`, and if there are no tokens."""
         tokens = _row(token_ids)
         if not len(tokens):
             raise ValueError("another sequence needs at least one token of context, got none")
@@ -82,11 +75,8 @@ class TrajectoryBuilder:
             self._add(chunk)
 
     def add_reward(self, reward: float) -> None:
-        """Rewards the turn that was generated last, on top of what it has, also if context has followed it.
-
-        Raises:
-            ValueError: the reward is not finite, or is not 0 and nothing was generated yet.
-        """
+        """Adds to the reward of the turn that was generated last, also if context has followed it. Raises ValueError if
+        the reward is not finite, or is not 0 and nothing was generated yet."""
         if not math.isfinite(reward):
             raise ValueError(f"reward of a turn must be a finite number, got {reward}; give 0 for none")
         if self._has_generated:
@@ -97,17 +87,16 @@ class TrajectoryBuilder:
             raise ValueError(f"a reward of {reward} for a turn, but none was generated yet; call add_generated() first")
 
     def token_ids(self) -> np.ndarray:
-        """int32[T]: the whole of the last sequence so far, as an engine should continue it."""
+        """int32[T]: the last sequence so far, for an engine to continue."""
         return join_chunks(self._chunks[self._first_of_sequence :], None).token_ids
 
     @property
     def num_response_tokens(self) -> int:
-        """Tokens of the last sequence, generated and context, less those of the prompt: `max_tokens` of a loop bounds
-        this in every sequence."""
+        """Tokens of the last sequence minus the length of the prompt; `max_tokens` of a loop bounds it."""
         return self._num_tokens - (self._sequence_starts or [0])[-1] - self._num_prompt_tokens
 
     def turns(self) -> tuple[Turn, ...]:
-        """All turns of all sequences so far, in order."""
+        """Of all sequences so far, in order."""
         return self.finish("completed").turns()
 
     def finish(self, status: TrajectoryStatus, *, tool_use: ToolUse | None = None) -> Trajectory:
@@ -126,7 +115,6 @@ class TrajectoryBuilder:
         )
 
     def _start_turn(self) -> None:
-        """Unless nothing was generated in this one."""
         if self._has_generated:
             self._turn_starts.append(self._num_tokens)
             self._turn_rewards.append(0.0)

@@ -1,8 +1,6 @@
-"""The `builtin:arithmetic` data set: additions of two small numbers, split once and for all.
+"""The `builtin:arithmetic` data set: additions of two small numbers, with the same split in every run.
 
-The split is drawn with a fixed seed of its own, so the held-out questions are the same in every run, whatever the
-run's seed. `a+b` and `b+a` always fall on the same side: otherwise the held-out set could be solved by commutativity
-alone.
+`a+b` and `b+a` are always in the same split: otherwise commutativity alone could solve the held-out set.
 """
 
 from __future__ import annotations
@@ -22,14 +20,12 @@ _MAX_HELD_OUT = 500
 
 
 def question(a: int, b: int) -> str:
-    """`12+7=`"""
     return f"{a}+{b}="
 
 
 def operand_pairs(split: str, *, max_operand: int) -> list[tuple[int, int]]:
-    """All (a, b) of a split with 0 <= a, b <= `max_operand`, sorted. `train` and `test` are disjoint and complete.
-
-    About a tenth of the pairs, at most 500, are held out.
+    """All (a, b) of a split with 0 <= a, b <= `max_operand`, sorted. `test` has about a tenth of the pairs (at most
+    500), `train` the others.
 
     Raises:
         DataError: unknown split, or a `max_operand` that is too small to split or too large to list.

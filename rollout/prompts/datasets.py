@@ -1,7 +1,6 @@
-"""Data sets: readers of JSONL, Parquet and Hugging Face data, columns, duplicates, overlap.
+"""Data sets as plain rows: readers of JSONL, Parquet and Hugging Face data, columns, duplicates, overlap.
 
-A reader returns plain rows and knows nothing of tokenizers: `render_prompts.py` turns rows into prompts. Only the
-reader that needs a heavy library imports it.
+`render_prompts.py` turns rows into prompts. Only the reader that needs a heavy library imports it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 FILE_READERS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
-"""Suffix -> the reader of such files. Files have no splits: a reader of files reads all that its path names."""
+"""Suffix -> its reader. Files have no splits: a reader of files reads all that its path names."""
 
 ReaderName = Literal["auto", "arithmetic", "jsonl", "parquet", "hf"]
 
@@ -51,31 +50,30 @@ class DatasetSpec:
     """A column; `a.b` reaches into a struct column `a`."""
     answer_column: str
     answer_required: bool
-    """Whether rows without an answer, and without a reward of their own, are an error (the reward compares with it)."""
+    """Whether a row without an answer and without its own reward is an error."""
     reward_column: str
-    """Column that names the reward of a row, as `answer_column`; null, empty and missing leave it to the task."""
+    """Names the reward of a row; null, empty and missing leave it to the task."""
     reward_column_required: bool
-    """Whether a data set in which no row has that column is an error."""
+    """Whether a data set without any such column is an error."""
     rewards_with_answer: frozenset[str]
     """Names of rewards that compare with an answer."""
     apply_chat_template: bool
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the chat template."""
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the functions that the chat template shows."""
     system_prompt: str
     dedup: bool
-    """Whether of rows with the same prompt, answer and reward only the first stays."""
+    """Keep only the first of several rows with the same prompt, answer and reward."""
     max_prompt_tokens: int
     overlong_prompts: Literal["error", "filter"]
     max_operand: int
     """builtin:arithmetic only."""
     keep_messages: bool = False
-    """Whether prompts keep the chat messages that they were made of: as much memory again as their text."""
+    """Keep the chat messages of prompts: as much memory again as their text."""
 
     @property
     def used_reader(self) -> str:
-        """Of `auto`: by the suffix of the path, by what a directory contains, else a Hugging Face name."""
+        """`auto` goes by the suffix of the path, then by what a directory contains; else by a Hugging Face name."""
         return _resolve(self.path) if self.reader == "auto" else self.reader
 
 
@@ -89,11 +87,8 @@ class Row:
 
 
 def read_rows(spec: DatasetSpec) -> list[Row]:
-    """All rows of the data set, in its own order.
-
-    Raises:
-        DataError: the data set is missing, unreadable or empty, or has no such split.
-    """
+    """All rows in the order of the data set. Raises DataError if it is missing, unreadable or empty, or lacks the
+    split."""
     readers: dict[str, Callable[[DatasetSpec], list[Row]]] = {
         "arithmetic": _read_arithmetic,
         "jsonl": _read_jsonl,
@@ -138,7 +133,7 @@ def _resolve(given: str) -> str:
 
 
 def _missing(given: str) -> DataError:
-    """That there is no such path, with names that are near."""
+    """Suggests similar names."""
     path = Path(given).expanduser()
     if path.parent.is_dir():
         names = [p.name for p in path.parent.iterdir()]
@@ -150,7 +145,7 @@ def _missing(given: str) -> DataError:
 
 
 def _files_of(given: str, reader: str) -> list[Path]:
-    """The file, or those of the directory that this reader of files reads, by name."""
+    """The file, or those of the directory that this reader reads, by name."""
     path = Path(given).expanduser()
     if path.is_file():
         return [path]
@@ -164,7 +159,7 @@ def _files_of(given: str, reader: str) -> list[Path]:
 
 
 def _labelled_files(spec: DatasetSpec, reader: str) -> list[tuple[Path, str]]:
-    """With what the ids of their rows begin with: names without suffix, or with it where these are not unique."""
+    """Each with the prefix of its row ids: its name without suffix, or with it where names are not unique."""
     paths = _files_of(spec.path, reader)
     are_unique = len({path.stem for path in paths}) == len(paths)
     return [(path, path.stem if are_unique else path.name) for path in paths]
@@ -257,7 +252,7 @@ def _read_hugging_face(spec: DatasetSpec) -> list[Row]:
 
 
 def _load_hugging_face(spec: DatasetSpec) -> dict[str, Any]:
-    """Split name -> iterable of rows. A data set saved without splits counts as the split that was asked for."""
+    """Split name -> iterable of rows. A data set saved without splits counts as the wanted split."""
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -273,8 +268,8 @@ def _load_hugging_face(spec: DatasetSpec) -> dict[str, Any]:
             name, _, config = spec.path.partition(":")
             loaded = datasets.load_dataset(name, config if config else None)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-        # OSError covers the hub's connection and file-not-found errors; ValueError a missing or unknown config;
-        # RuntimeError a data set that is a loading script, which Datasets 4 and later do not run.
+        # OSError: connection to the hub, or no such file; ValueError: no such config; RuntimeError: a loading script,
+        # which Datasets 4 and later do not run.
         raise DataError(
             f"cannot load Hugging Face data set {spec.path!r}: {type(error).__name__}: {error}; check the name "
             "(owner/name, or owner/name:config), the network, or give a local file or directory"
@@ -283,7 +278,7 @@ def _load_hugging_face(spec: DatasetSpec) -> dict[str, Any]:
 
 
 MISSING = object()
-"""What `get_column` gives where there is no such column."""
+"""Of `get_column`: there is no such column."""
 
 
 def get_column(columns: Mapping[str, Any], name: str) -> Any:
@@ -299,14 +294,8 @@ def get_column(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def numbers(prompts: Sequence[Prompt], name: str, *, setting: str) -> list[float | None]:
-    """A column of the prompts' metadata as one finite number per prompt; None where the data set has null.
-
-    Args:
-        setting: the configuration key that names the column, for messages.
-
-    Raises:
-        DataError: a prompt has no such column, or something else in it.
-    """
+    """A column of the prompts' metadata as one finite number per prompt; None where the data set has null. Raises
+    DataError for a missing column or anything else; `setting`: the configuration key that names the column."""
     return [_number(prompt, name, setting) for prompt in prompts]
 
 
@@ -331,15 +320,13 @@ def _number(prompt: Prompt, name: str, setting: str) -> float | None:
 
 
 def drop_duplicates(rows: Sequence[Row], spec: DatasetSpec) -> list[Row]:
-    """The first row of each prompt with its answer and its reward, in order. Other columns are not compared.
-
-    Compared as they are in the data set, before any is tokenized. Rows without a prompt stay, for `render` to refuse.
-    """
+    """The first row of each prompt, answer and reward, compared as in the data set. Rows without a prompt stay, for
+    `render` to refuse."""
     names = (spec.prompt_column, spec.answer_column, *([spec.reward_column] if spec.reward_column else []))
     kept: dict[object, Row] = {}
     for row in rows:
         values = [get_column(row.columns, name) for name in names]
-        # The type is part of the key, or a missing answer and the text "null" would be the same.
+        # The type is part of the key: a missing answer is not the text "null".
         typed = [["missing"] if value is MISSING else [type(value).__name__, value] for value in values]
         digest = hashlib.blake2b(json.dumps(typed, sort_keys=True, default=repr).encode(), digest_size=16).digest()
         kept.setdefault(row.row_id if values[0] is MISSING else digest, row)
@@ -347,15 +334,12 @@ def drop_duplicates(rows: Sequence[Row], spec: DatasetSpec) -> list[Row]:
 
 
 def drop_overlong(prompts: Sequence[Prompt], spec: DatasetSpec) -> tuple[Prompt, ...]:
-    """The prompts of at most `spec.max_prompt_tokens` tokens.
-
-    Raises:
-        DataError: one is too long and `spec.overlong_prompts` is "error", or all are.
-    """
+    """The prompts of at most `spec.max_prompt_tokens` tokens. Raises DataError if all are too long, or one is and
+    `spec.overlong_prompts` is "error"."""
     limit = f"task.max_prompt_tokens={spec.max_prompt_tokens}"
     kept = tuple(p for p in prompts if len(p.token_ids) <= spec.max_prompt_tokens)
-    if len(kept) < len(prompts) and spec.overlong_prompts == "error":
-        overlong = [p for p in prompts if len(p.token_ids) > spec.max_prompt_tokens]
+    overlong = [p for p in prompts if len(p.token_ids) > spec.max_prompt_tokens]
+    if overlong and spec.overlong_prompts == "error":
         shown = ", ".join(f"{p.prompt_id} ({len(p.token_ids)} tokens)" for p in overlong[:_NUM_SHOWN])
         more = ", ..." if len(overlong) > _NUM_SHOWN else ""
         raise DataError(
@@ -373,18 +357,20 @@ def drop_overlong(prompts: Sequence[Prompt], spec: DatasetSpec) -> tuple[Prompt,
 def check_overlap(
     train: DatasetSpec, held_out: DatasetSpec, *, key: str = "task.eval_path", split_key: str = "task.eval_split"
 ) -> None:
-    """Readers of files know no splits: a directory with `train-0.jsonl` and `test-0.jsonl` is read whole for both sets.
-
-    One file for both, named twice, is a choice; so is one directory with the same split for both.
+    """Refuses files that both sets read by accident: readers of files know no splits, so a directory with
+    `train-0.jsonl` and `test-0.jsonl` is read whole for both. The same file for both, or the same directory and split,
+    is a choice.
 
     Args:
-        key, split_key: what names the path and the split of `held_out`.
+        key, split_key: of the path and the split of `held_out`, for the message.
 
     Raises:
-        DataError: both sets read a file, which was not a choice; or a path names nothing to read.
+        DataError: both sets read a file by accident, or a path names nothing to read.
     """
     shared = sorted(_files(train) & _files(held_out))
-    if not shared or _is_chosen(train, held_out):
+    first, second = (Path(spec.path).expanduser().resolve() for spec in (train, held_out))
+    is_chosen = first == second and (first.is_file() or train.split == held_out.split)
+    if not shared or is_chosen:
         return
     names = ", ".join(str(path) for path in shared[:_NUM_SHOWN])
     more = f" and {len(shared) - _NUM_SHOWN} more" if len(shared) > _NUM_SHOWN else ""
@@ -401,8 +387,3 @@ def _files(spec: DatasetSpec) -> set[Path]:
     if (reader := spec.used_reader) not in FILE_READERS.values():
         return set()
     return {path.resolve() for path in _files_of(spec.path, reader)}
-
-
-def _is_chosen(train: DatasetSpec, held_out: DatasetSpec) -> bool:
-    train_path, held_out_path = (Path(spec.path).expanduser().resolve() for spec in (train, held_out))
-    return train_path == held_out_path and (train_path.is_file() or train.split == held_out.split)

@@ -26,7 +26,7 @@ class PassRateBounds:
     lowest: float
     highest: float
     retry_epochs: int
-    """How often a prompt outside is passed over before it is tried again."""
+    """How often a prompt outside is skipped before it is tried again."""
     pass_threshold: float
     """Reward from which a response passes."""
 
@@ -43,13 +43,12 @@ class PassRateBounds:
 class PassRateFilter:
     """The newest pass rate of every prompt, and the cooldown of those outside the bounds.
 
-    The newest group of a prompt is its estimate: older ones are of a policy that is no more. It counts from the next
-    version on. Within a version groups end in any order, between two of a run without staleness all of them have ended:
-    so there the same prompts are drawn in every repetition, and a repetition ends where the first one does.
+    The newest group of a prompt is its estimate, from the next version on. Groups of a version end in any order, but
+    without staleness all have ended before the next version, so that such a run repeats itself.
 
     Args:
-        num_prompts: prompts of the data set.
-        start: prompt id -> pass rate, measured before the run; in 0..1.
+        num_prompts: of the data set.
+        start: prompt id -> pass rate in 0..1, measured before the run.
     """
 
     def __init__(self, num_prompts: int, bounds: PassRateBounds, *, start: Mapping[str, float]) -> None:
@@ -62,16 +61,13 @@ class PassRateFilter:
         self._skipped = Counter(too_hard=0, too_easy=0)
 
     def require_prompt(self) -> None:
-        """To be called before the first draw, after `load_state_dict`.
-
-        Raises:
-            DataError: every prompt is outside the bounds, by `start` or by what was loaded.
-        """
+        """Call it before the first draw, after `load_state_dict`. Raises DataError if every prompt is outside the
+        bounds."""
         if len(self._outside) == self._num_prompts:
             raise DataError(self._nothing_left("from the start (in task.pass_rate_column, or in the checkpoint)"))
 
     def observe(self, group: Group) -> None:
-        """A group came back, whatever becomes of it. One without a scored response counts for nothing."""
+        """A group ended. One without a scored response does not count."""
         rewards = [t.total_reward for t in group.trajectories if t.status != "failed"]
         if not rewards:
             return
@@ -79,10 +75,10 @@ class PassRateFilter:
         self._pending[group.group_id] = (group.start_version, group.prompt_id, rate)
 
     def apply_results(self, version: int | None) -> None:
-        """Before a draw under `version`: groups of earlier versions count from now on; None for all groups.
+        """Call it before a draw under `version`: groups of earlier versions count from now on; None for all groups.
 
         Raises:
-            NoProgress: every prompt was found outside the bounds, without one group inside between.
+            NoProgress: every prompt was found outside the bounds, and no group inside in between.
         """
         if version is None or version != self._applied:
             self._applied = version
@@ -104,8 +100,8 @@ class PassRateFilter:
             self._outside.clear()
 
     def skip_epochs(self) -> int:
-        """Before the first turn of an epoch: takes the whole epochs that would pass over every prompt without ending a
-        cooldown, all at once, and returns their number. One epoch of turns may then end the first cooldown."""
+        """Call it before the first turn of an epoch: skips the epochs that would skip every prompt and end no cooldown,
+        and returns their number."""
         if len(self._cooldown) < self._num_prompts:
             return 0
         num_epochs = min(self._cooldown.values()) - 1
@@ -116,7 +112,7 @@ class PassRateFilter:
         return num_epochs
 
     def skips(self, prompt_id: str) -> bool:
-        """Whether the prompt, whose turn it is, is passed over. Counts, so call it once per turn."""
+        """Whether the prompt, whose turn it is, is skipped. Counts, so call it once per turn."""
         left = self._cooldown.pop(prompt_id, 0)
         if left == 0:
             return False
@@ -142,8 +138,8 @@ class PassRateFilter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from there. The bounds may be others: what is inside them now has no cooldown any more. `start` may
-        know more than it did: it counts for prompts that had no rate."""
+        """Bounds may differ: prompts that are inside now lose their cooldown. `start` counts for prompts without a
+        rate."""
         new = {name: rate for name, rate in self._start.items() if name not in state["rates"]}
         self._rates = state["rates"] | new
         self._pending = {group_id: (version, name, rate) for group_id, version, name, rate in state["pending"]}

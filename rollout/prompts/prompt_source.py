@@ -27,23 +27,18 @@ _EVAL_SUBSET_SEED = 20_260_102
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """All usable prompts of a data set, in its own order."""
+    """All usable prompts of a data set, in its order."""
 
     prompts: tuple[Prompt, ...]
     num_duplicates: int
-    """Rows that were dropped because they repeat an earlier one."""
     num_overlong: int
-    """Prompts that were dropped because they are too long."""
+    """Dropped rows."""
     fingerprint: str
     """Changes with any id, token or answer, and with the order."""
 
 
 def load_prompts(spec: DatasetSpec, tokenizer: Tokenizer) -> PromptSet:
-    """Reads, renders and filters a data set.
-
-    Raises:
-        DataError: anything about the data set that keeps it from being used as configured.
-    """
+    """Reads, renders and filters a data set. Raises DataError if it cannot be used as configured."""
     rows = read_rows(spec)
     if not any(has_column(row, spec.answer_column) for row in rows) and not spec.answer_required:
         _log.warning("data set %r has no column %r: every answer is empty", spec.path, spec.answer_column)
@@ -88,10 +83,7 @@ def rewards_fingerprint(prompts: Sequence[Prompt]) -> str:
 
 
 def eval_subset(prompts: PromptSet, *, size: int) -> tuple[Prompt, ...]:
-    """`size` prompts (0: all), the same ones in every run, so that evaluations can be compared between runs.
-
-    They are drawn from the whole set: the first rows of a sorted file would not represent it.
-    """
+    """`size` prompts (0: all) from the whole set, the same in every run, so that evaluations of runs compare."""
     everything = prompts.prompts
     if size == 0 or size >= len(everything):
         return everything
@@ -100,9 +92,8 @@ def eval_subset(prompts: PromptSet, *, size: int) -> tuple[Prompt, ...]:
 
 
 class PromptSource:
-    """An endless stream over a `PromptSet`: each epoch shows every prompt once, in an order given by (seed, epoch).
-
-    A curriculum sorts epochs, and a pass-rate filter passes prompts over; both are optional.
+    """An endless stream over a `PromptSet`: each epoch shows every prompt once, in an order given by (seed, epoch). A
+    curriculum sorts epochs; a pass-rate filter skips prompts.
 
     Example:
         source = PromptSource(load_prompts(spec, tokenizer), seed=0, shuffle=True)
@@ -157,11 +148,8 @@ class PromptSource:
                 return prompt
 
     def require_prompt(self) -> None:
-        """To be called before a run, once its checkpoint is loaded.
-
-        Raises:
-            DataError: the pass-rate filter leaves no prompt to begin with.
-        """
+        """Call it before a run, after its checkpoint is loaded. Raises DataError if the pass-rate filter leaves no
+        prompt."""
         if self._pass_rates is not None:
             self._pass_rates.require_prompt()
 
@@ -189,11 +177,8 @@ class PromptSource:
         self._epoch, self._position, self._order = epoch, position, self._order_of(epoch)
 
     def find(self, prompt_id: str) -> Prompt:
-        """The prompt of that id: a resumed run uses it to admit again what was in flight.
-
-        Raises:
-            DataError: there is no such prompt.
-        """
+        """The prompt of that id, for a resumed run to admit again what was in flight. Raises DataError if there is
+        none."""
         if prompt_id not in self._index:
             raise DataError(f"the data set has no prompt {prompt_id!r}; resume with the data set the run began with")
         return self._set.prompts[self._index[prompt_id]]
@@ -213,11 +198,10 @@ class PromptSource:
         return state if self._pass_rates is None else {**state, "pass_rates": self._pass_rates.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues exactly where `state` was taken. A filter that was not in force starts fresh.
+        """Continues exactly where `state` was taken. A filter that it lacks starts fresh.
 
         Raises:
-            DataError: the data set, the seed, the shuffling or the curriculum is another one, so the order would not
-                continue.
+            DataError: another data set, seed, shuffling or curriculum gives another order.
         """
         now = self.state_dict()
         state = {"curriculum": "none", "rewards": now["rewards"], **state}  # older ones lack them
@@ -252,10 +236,8 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum:
-    """Sorts each of the first `num_epochs` epochs from easy to hard; later ones stay as they are.
-
-    An epoch still shows every prompt once. Prompts of one difficulty keep the order that they came in, so that a
-    column of a few levels gives shuffled blocks.
+    """Sorts each of the first `num_epochs` epochs from easy to hard. Prompts of one difficulty keep their order, so
+    that a column of a few levels gives shuffled blocks.
 
     Example:
         Curriculum(difficulties=np.array([3.0, 1.0, 2.0]), num_epochs=1).arrange(np.arange(3), epoch=0)  # 1, 2, 0

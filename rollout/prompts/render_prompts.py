@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 ROWS_AT_ONCE = 1024
-"""Tokenized together; until they are prompts, a tokenizer keeps 100 bytes and more per token."""
+"""Tokenized together; until then a tokenizer keeps 100 bytes and more per token."""
 
 
 class Tokenizer(Protocol):
-    """What we use of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used."""
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Mapping[str, Any]: ...
 
@@ -35,9 +35,8 @@ class Tokenizer(Protocol):
 def render(rows: Sequence[Row], *, spec: DatasetSpec, tokenizer: Tokenizer) -> list[Prompt]:
     """Rows as prompts.
 
-    A list of chat messages always goes through the chat template; a string does if `spec.apply_chat_template`. A
-    templated text carries its own special tokens; a bare string gets the tokenizer's (such as a BOS). Many texts go to
-    the tokenizer together, which works on them with all cores.
+    A list of chat messages always goes through the chat template, which adds the special tokens; a string does if
+    `spec.apply_chat_template`, else the tokenizer adds them (such as a BOS).
 
     Raises:
         DataError: a column is missing or has the wrong type, a prompt is empty or no text, or there is no chat
@@ -53,7 +52,7 @@ def render(rows: Sequence[Row], *, spec: DatasetSpec, tokenizer: Tokenizer) -> l
 
 
 _Text = tuple[str, Sequence[Mapping[str, Any]] | None]
-"""A prompt as text, and the messages that the chat template made it of; None for a plain string."""
+"""A prompt as text, and the messages that it was rendered from; None for a plain string."""
 
 
 def _tokenized(texts: Sequence[_Text], tokenizer: Tokenizer) -> list[Sequence[int]]:
@@ -106,7 +105,7 @@ def _checked_text(row: Row, spec: DatasetSpec, tokenizer: Tokenizer) -> _Text:
 
 
 def _messages(row: Row, spec: DatasetSpec) -> list[dict[str, Any]] | None:
-    """What goes through the chat template; None if the prompt is a plain string that does not."""
+    """For the chat template; None if the prompt is a plain string without it."""
     value = get_column(row.columns, spec.prompt_column)
     match value:
         case str() if not spec.apply_chat_template:
@@ -134,7 +133,7 @@ def _messages(row: Row, spec: DatasetSpec) -> list[dict[str, Any]] | None:
 
 
 def _check_plain(row: Row, spec: DatasetSpec) -> None:
-    """Raises DataError if something is to be in a prompt that only a chat template could put there."""
+    """Raises DataError if a setting needs a chat template."""
     wanted = {
         "task.system_prompt is set": (spec.system_prompt, "clear task.system_prompt"),
         "task.chat_template_kwargs is set": (spec.chat_template_kwargs, "clear task.chat_template_kwargs"),
@@ -177,7 +176,7 @@ def _apply_template(messages: list[dict[str, Any]], row: Row, spec: DatasetSpec,
 
 
 def _reward(row: Row, spec: DatasetSpec) -> str:
-    """The name of its own reward; empty if it has none."""
+    """Its name; empty if the row names none."""
     value = get_column(row.columns, spec.reward_column) if spec.reward_column else None
     if value is None or value is MISSING:
         return ""

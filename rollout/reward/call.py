@@ -1,8 +1,8 @@
-"""One call of a reward function: its arguments, what it may return, and the messages that carry it to a process.
+"""One call of a reward function: its arguments, its result, and the messages that carry it to a process.
 
-Messages are JSON, one per line. A `Call` goes into a reward process per response (without a request, only to import the
-function); `Cancel` ends a call of an `async def` function. Out of it, for each call by its number: `Begun` once the
-function is imported, then `Scored` or `Failed`; or `NotImported` alone. Requests are pickles, since metadata may be
+Messages are JSON, one per line. To a reward process: a `Call` per response (without a request, only to import the
+function), and `Cancel` for an `async def` function. From it, by the number of the call: `Begun` once the function is
+imported, then `Scored` or `Failed`; `Failed` alone if it does not import. Requests are pickles, since metadata may be
 anything; replies never are, since a user's code can write to the pipe.
 """
 
@@ -40,7 +40,7 @@ class RewardRequest:
 
 
 class RewardResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The reward of one response, and named parts of it for the metrics (none if the function returned a number)."""
+    """The reward of one response, and its named parts for the metrics (none if the function returned a number)."""
 
     reward: float
     parts: dict[str, float] = {}
@@ -68,11 +68,6 @@ class Begun(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     is_async: bool
 
 
-class NotImported(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    number: int
-    error: str
-
-
 class Scored(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     number: int
     result: RewardResult
@@ -83,10 +78,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     error: str
     is_timeout: bool = False
     num_stuck: int = 0
-    """Threads that are busy for no call that still runs, if each running call has one."""
+    """Busy threads beyond one per running call."""
 
 
-Reply = Begun | NotImported | Scored | Failed
+Reply = Begun | Scored | Failed
 decode_call = msgspec.json.Decoder(Call | Cancel).decode
 decode_reply = msgspec.json.Decoder(Reply).decode
 """Raises msgspec.DecodeError or UnicodeDecodeError for anything else. JSON has no NaN, so numbers are finite."""
@@ -97,11 +92,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def call(function: RewardFn, request: RewardRequest) -> RewardResult:
-    """Calls the function.
-
-    Raises:
-        RewardError: what it raised, with the last frames, or what it wrongly returned.
-    """
+    """Calls the function. Raises RewardError with what it raised and the last frames, or what it wrongly returned."""
     if is_async(function):
         return asyncio.run(call_async(function, request))
     try:
@@ -111,10 +102,9 @@ def call(function: RewardFn, request: RewardRequest) -> RewardResult:
 
 
 async def call_async(function: RewardFn, request: RewardRequest) -> RewardResult:
-    """Calls an `async def` function; as `call` otherwise. Raises a cancellation of this call itself as it is."""
+    """As `call`, for an `async def` function. A cancellation of this task is raised as it is."""
     try:
-        value: object = await function(**_arguments(request))  # type: ignore[misc]
-        return to_result(value)
+        return to_result(await function(**_arguments(request)))  # type: ignore[misc]
     except BaseException as error:  # user code may raise anything, sys.exit() included
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -127,11 +117,7 @@ def is_async(function: RewardFn) -> bool:
 
 
 def to_result(value: object) -> RewardResult:
-    """Accepts a finite number, or a mapping of finite numbers with the key "reward".
-
-    Raises:
-        RewardError: anything else, with what was returned.
-    """
+    """Accepts a finite number, or a mapping of finite numbers with the key "reward". Raises RewardError."""
     if not isinstance(value, Mapping):
         return RewardResult(reward=_finite(value))
     if "reward" not in value:
@@ -158,7 +144,7 @@ def _finite(value: object, where: str = "") -> float:
 
 
 def clip(text: str) -> str:
-    """The text, cut to a length that fits a log line and the pipe, and without what cannot be encoded."""
+    """The text, cut to fit a log line and the pipe, without characters that cannot be encoded."""
     text = text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}..."
     return text.encode(errors="replace").decode()
 

@@ -1,9 +1,8 @@
-"""The inside of a reward process: imports reward functions, calls them and replies. `call.py` describes the messages.
+"""Inside of a reward process: imports reward functions, calls them and replies. `call.py` describes the messages.
 
-The pipes belong to the protocol alone: what user code prints goes to stderr. A plain function is called in the main
-thread, outside of any event loop, one call at a time. The first call of an `async def` function opens an event loop;
-from then on the process takes only calls of it, many at once.
-The process never outlives its parent: its guards end it with everything that it started, and a closed pipe ends it.
+What user code prints goes to stderr. A plain function is called in the main thread, outside of any event loop, one call
+at a time. The first `async def` function opens an event loop; from then on the process serves only that one, many calls
+at once. The process never outlives its parent: its guards end it with all that it started, and a closed pipe ends it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from rollout.reward.call import (
     Call,
     Cancel,
     Failed,
-    NotImported,
     Reply,
     Scored,
     call,
@@ -66,7 +64,7 @@ def main(parent_pid: int) -> None:
             if message.target not in functions:
                 functions[message.target] = load(message.target)
         except DataError as error:
-            _reply(replies, NotImported(number=message.number, error=clip(str(error))))
+            _reply(replies, Failed(number=message.number, error=clip(str(error))))
             continue
         function = functions[message.target]
         _reply(replies, Begun(number=message.number, is_async=is_async(function)))
@@ -82,7 +80,7 @@ def main(parent_pid: int) -> None:
 
 
 def _take_protocol_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Moves the pipes away from stdin and stdout, so that a `print` in a reward cannot break the protocol."""
+    """Moves the pipes away from stdin and stdout: a `print` in a reward must not break the protocol."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -98,8 +96,8 @@ def _reply(replies: BinaryIO, message: Reply) -> None:
 
 @contextlib.contextmanager
 def _limits(message: Call) -> Iterator[None]:
-    """Past the processor time the default action of a signal ends the process, also within a single operation; past the
-    memory an allocation raises MemoryError."""
+    """Beyond the processor time a signal ends the process, even within a single operation; beyond the memory an
+    allocation raises MemoryError."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     if message.memory_limit_bytes is not None:
         limit = psutil.Process().memory_info().vms + message.memory_limit_bytes
@@ -125,7 +123,7 @@ def _request(message: Call) -> RewardRequest:
 
 
 class _Threads(ThreadPoolExecutor):
-    """Knows what runs in it: a thread continues after the call that waited for it was cancelled."""
+    """Knows its busy threads: one continues after the call that waited for it was cancelled."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=MAX_THREADS)
@@ -141,7 +139,7 @@ class _Threads(ThreadPoolExecutor):
 async def _serve_async(function: RewardFn, requests: BinaryIO, replies: BinaryIO) -> None:
     """Consumes: calls. Waits for: the next one. Unblocked by: the end of the pipe.
 
-    Does not return: threads of the reward may never end.
+    Does not return, because threads of the reward may never end.
     """
     loop = asyncio.get_running_loop()
     threads = _Threads()

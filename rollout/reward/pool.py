@@ -1,10 +1,10 @@
-"""Rewards of trajectories, by processes that may crash or hang without harm.
+"""Scores responses in processes that may crash or hang without harm.
 
-A reward that raises, hangs, kills its process or returns nonsense costs its own call, never the run. One that is `async
-def` is called many times at once, in one process; if it kills or blocks that, it costs the calls that are in it.
+A reward that raises, hangs, kills its process or returns nonsense costs its own call, never the run; an `async def`
+that kills or blocks its process costs the calls that run in it.
 
-A slot holds one process, or none yet. Plain functions share `num_processes` slots, each good for one call at a time. An
-async function has a slot of its own, good for `max_concurrency` calls: its queue holds that slot as many times.
+A slot holds one process, or none yet. Plain functions share `num_processes` slots, each for one call at a time. An
+async function has one slot for `max_concurrency` calls: its queue holds that slot as many times.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from rollout.errors import DataError, RewardError, RewardTimeout
 from rollout.reward.call import RewardRequest, RewardResult, call
 from rollout.reward.process import GRACE_S, LOAD_TIMEOUT_S, CpuLimitExceeded, Output, ProcessLost, RewardProcess
-from rollout.reward.registry import RewardEntry, RewardFn, load, lookup
+from rollout.reward.registry import RewardEntry, load, lookup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RETRY_S = 60.0
-"""For so long a function that does not import is not tried again; its calls fail at once."""
+"""A function that does not import is not tried again for so long; its calls fail at once."""
 CLOSE_S = 10.0
-"""For the end of processes that were killed; longer only what the kernel itself does not let go of."""
+"""For the end of killed processes."""
 QUEUE_TIMEOUT_S = 600.0
 """`task.reward.queue_timeout_s` by default."""
 MAX_CONCURRENCY = 32
@@ -60,13 +61,13 @@ class RewardPool:
     """A pool of reward processes that belongs to one event loop.
 
     Processes start on first use (or in `start`) and are replaced when they are lost. Rewards marked `inline` in the
-    registry run in the caller's process and start none.
+    registry run in the caller's process.
 
     Args:
         timeout_s: of one call.
         queue_timeout_s: longest wait for a slot.
         max_concurrency: calls of an async function at once.
-        directory: what relative paths of rewards are relative to; None is the working directory.
+        directory: base of relative paths of rewards; None is the working directory.
 
     Raises:
         DataError: there is no such reward. Nothing is imported or started yet.
@@ -93,9 +94,8 @@ class RewardPool:
             )
         self._name, self._timeout_s, self._queue_timeout_s = name, timeout_s, queue_timeout_s
         self._num_processes, self._max_concurrency = num_processes, max_concurrency
-        self._directory = directory
-        self._entries: dict[str, RewardEntry] = {name: lookup(name, directory=directory)}
-        self._inline: dict[str, RewardFn] = {}
+        self._lookup, self._load = cache(partial(lookup, directory=directory)), cache(load)
+        self._lookup(name)
         self._plain = _queue([_Slot() for _ in range(num_processes)])
         self._queues: dict[str, _Queue] = {}
         """Target -> the queue of its slots, once it was imported."""
@@ -103,7 +103,7 @@ class RewardPool:
         self._refused: dict[str, tuple[float, str]] = {}
         """Target -> when it did not import, and why."""
         self._good_answers: set[tuple[str, str]] = set()
-        """Target and answer that a cheap response was compared with in time."""
+        """Target and answer for which a cheap response was scored in time."""
         self._processes: set[RewardProcess] = set()
         self._output = Output()
         self._is_closed = False
@@ -121,22 +121,22 @@ class RewardPool:
         Raises:
             DataError: it does not import, or not within `process.LOAD_TIMEOUT_S`.
         """
-        entry = self._entries[self._name]
+        entry = self._lookup(self._name)
         if entry.inline:
-            self._inline[entry.target] = load(entry.target)
+            self._load(entry.target)
             return
         try:
             if await self._queue_of(entry) is self._plain:
-                await asyncio.gather(*(self._warm_up(entry) for _ in range(self._num_processes)))
+                await asyncio.gather(*(self._import_in_slot(entry) for _ in range(self._num_processes)))
         except DataError:
             await self.close()
             raise
 
     async def num_at_once(self, prompt: Prompt) -> tuple[str, int]:
-        """The queue that responses to the prompt wait in, and how many out of it are scored at the same time. All plain
-        functions have one, every async one has its own. Imports the function if nothing is known of it yet."""
+        """Name of the queue for responses to the prompt, and how many of it are scored at once. Plain functions share a
+        queue. May import the function."""
         with contextlib.suppress(DataError, RewardError):  # its calls will report it
-            entry = self._entry(prompt)
+            entry = self._lookup(self._name_of(prompt))
             if not entry.inline and await self._queue_of(entry) is not self._plain:
                 return entry.target, self._max_concurrency
         return "", self._num_processes
@@ -151,19 +151,14 @@ class RewardPool:
         """
         request = RewardRequest(prompt=prompt.text, response=response, answer=prompt.answer, metadata=prompt.metadata)
         try:
-            entry = self._entry(prompt)
-            if not entry.inline:
-                return await self._score(entry, request)
-            if entry.target not in self._inline:
-                self._inline[entry.target] = load(entry.target)
-            return call(self._inline[entry.target], request)
+            entry = self._lookup(self._name_of(prompt))
+            return call(self._load(entry.target), request) if entry.inline else await self._score(entry, request)
         except (DataError, RewardError) as error:
             kind = RewardTimeout if isinstance(error, RewardTimeout) else RewardError
             raise kind(f"reward {self._name_of(prompt)!r}, prompt {prompt.prompt_id!r}: {error}") from error
 
     async def close(self) -> None:
-        """Kills every process and waits until they are gone, for at most `CLOSE_S`. Calls that are under way end with a
-        RewardError."""
+        """Kills every process and waits at most `CLOSE_S` for their ends. Running calls end with a RewardError."""
         self._is_closed = True
         for process in self._processes:
             process.close(_CLOSED)
@@ -174,12 +169,6 @@ class RewardPool:
 
     def _name_of(self, prompt: Prompt) -> str:
         return prompt.reward if prompt.reward else self._name
-
-    def _entry(self, prompt: Prompt) -> RewardEntry:
-        name = self._name_of(prompt)
-        if name not in self._entries:
-            self._entries[name] = lookup(name, directory=self._directory)
-        return self._entries[name]
 
     async def _score(self, entry: RewardEntry, request: RewardRequest) -> RewardResult:
         try:
@@ -198,25 +187,25 @@ class RewardPool:
 
     async def _call(self, entry: RewardEntry, request: RewardRequest) -> RewardResult:
         async with self._slot(await self._queue_of(entry), entry) as (_, process):
-            limits = {"timeout_s": self._timeout_s, "max_concurrency": self._max_concurrency}
-            return await process.score(entry, request, **limits)
+            return await process.score(entry, request, timeout_s=self._timeout_s)
 
     async def _queue_of(self, entry: RewardEntry) -> _Queue:
-        """Imports the function if nothing is known of it yet.
+        """May import the function.
 
         Raises:
-            DataError: it does not import, or did not a while ago.
-            RewardError: no process was free for that.
+            DataError: it does not import, or did not recently.
+            RewardError: no process was free.
         """
         target = entry.target
         if target not in self._queues:
             limit_s = self._queue_timeout_s + LOAD_TIMEOUT_S
             async with _locked(self._first_imports[target], limit_s, self._busy_text(self._plain)):
                 if target not in self._queues:
-                    self._queues[target] = await self._first_import(entry)
+                    self._queues[target] = await self._import_in_slot(entry)
         return self._queues[target]
 
-    async def _first_import(self, entry: RewardEntry) -> _Queue:
+    async def _import_in_slot(self, entry: RewardEntry) -> _Queue:
+        """The queue for the function, which is imported in a plain slot first."""
         async with self._slot(self._plain, entry) as (slot, process):
             if not process.is_async:
                 return self._plain
@@ -232,10 +221,6 @@ class RewardPool:
         finally:
             queue.put_nowait(slot)
 
-    async def _warm_up(self, entry: RewardEntry) -> None:
-        async with self._slot(self._plain, entry):
-            pass
-
     def _busy_text(self, queue: _Queue) -> str:
         limit = f"{self._queue_timeout_s:g} s (task.reward.queue_timeout_s)"
         if queue is self._plain:
@@ -244,8 +229,8 @@ class RewardPool:
                 "task.reward.num_processes or rollout.num_workers, or make the function faster"
             )
         return (
-            f"{self._max_concurrency} calls (task.reward.max_concurrency) were under way for all of {limit}: raise one "
-            "of them, or make the function faster"
+            f"{self._max_concurrency} calls (task.reward.max_concurrency) ran for all of {limit}: raise one of them, "
+            "or make the function faster"
         )
 
     async def _process_in(self, slot: _Slot, entry: RewardEntry) -> RewardProcess:
@@ -255,11 +240,8 @@ class RewardPool:
             DataError: the function does not import, or did not a while ago, or the pool was closed.
             RewardError: other calls tried to import it for too long.
         """
-        limit_s = LOAD_TIMEOUT_S + GRACE_S  # longer than one import may take, so as to learn why it failed
-        text = (
-            f"its process was lost, and for all of {limit_s:g} s other calls tried to import {entry.target} in a new "
-            "one; make the import faster"
-        )
+        limit_s = LOAD_TIMEOUT_S + GRACE_S  # longer than one import may take, to learn why it failed
+        text = f"its process was lost, and {entry.target} did not import in a new one within {limit_s:g} s"
         async with _locked(slot.replacing, limit_s, text):
             if slot.process is None or not slot.process.takes(entry.target):
                 slot.process = await self._start_process()
@@ -282,7 +264,7 @@ class RewardPool:
     async def _start_process(self) -> RewardProcess:
         if self._is_closed:
             raise DataError(_CLOSED)
-        process = await RewardProcess.start(self._output)
+        process = await RewardProcess.start(self._output, max_concurrency=self._max_concurrency)
         self._processes = {other for other in self._processes if other.is_alive} | {process}
         if self._is_closed:  # while it started
             process.close(_CLOSED)
@@ -308,9 +290,8 @@ async def _locked(lock: asyncio.Lock, timeout_s: float, text: str) -> AsyncItera
 
 
 def check_reward(name: str, *, sample: Prompt, timeout_s: float) -> RewardResult:
-    """Imports the reward and calls it once, in a killable process with the run's time limit.
-
-    The response is the sample's own answer. Call it from the main thread, outside of any event loop.
+    """Scores the sample's answer once, in a killable process with the run's time limit. Call it from the main thread,
+    outside of any event loop.
 
     Raises:
         DataError: the reward does not import, raises, hangs, or returns something that is not a finite number.

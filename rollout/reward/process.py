@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from rollout.errors import DataError, RewardError, RewardTimeout
-from rollout.reward.call import Begun, Call, Cancel, Failed, NotImported, Reply, Scored, decode_reply, encode
+from rollout.reward.call import Begun, Call, Cancel, Failed, Reply, Scored, decode_reply, encode
 from rollout.reward.child import MAX_THREADS
 
 if TYPE_CHECKING:
@@ -34,23 +34,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 60.0
-"""Start of the process and import of the reward function, or what a process that has imported it needs to begin the
-next call."""
+"""To start the process and import the reward function, or to begin the next call."""
 GRACE_S = 5.0
-"""The process itself ends an async call that takes too long. If it does not for so long after that, it is blocked."""
+"""The process itself ends an async call that takes too long; after this much longer, it counts as blocked."""
 DRIVER_ONLY = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_TOKEN")
-"""Keys in the environment that the run itself needs, and no reward."""
+"""Keys in the environment that no reward needs."""
 MAX_OUTPUT_BYTES = 64 << 20
 _OWN_GRACE_S = 0.05
 _CLOSE_S = 1.0
-"""From the end of a process to that of its pipes, or the other way round, at most."""
+"""Between the end of a process and the end of its pipes."""
 _MAX_REPLY_BYTES = 1 << 22
 _READ_PAUSE_S = 0.002
-"""Between two reads of what a process prints. Meanwhile it has the room of a pipe, 64 KiB on Linux, before it waits."""
+"""Between two reads of what a process prints; meanwhile the pipe has room for 64 KiB on Linux."""
 _KILL_S = 6.0
-"""After that the guards, which have 5 s to end everything, are killed like anything else: they were stopped again."""
+"""After that the guards, which have 5 s to end everything, are killed too: they were stopped again."""
 _STUCK_THREADS_PER_CALL = 4
-"""So many threads per concurrent call may be left over from calls that have ended."""
+"""Threads per concurrent call that may be left over from calls that have ended."""
 _END = signal.SIGTERM if sys.platform == "linux" else signal.SIGKILL
 """On Linux for the guards (`rollout.processes`), which kill."""
 _BOOT = "import sys; sys.path[:] = {path!r}; from rollout.reward.child import main; main({pid})"
@@ -65,31 +64,30 @@ class CpuLimitExceeded(ProcessLost):
 
 
 class Output:
-    """What the reward processes of a pool print: passed on to our own log, up to a bound for all of them together,
-    replaced ones included, so that a reward that prints without end fills no disk."""
+    """Passes what the reward processes of a pool print to our own log, up to one bound for all of them, replaced ones
+    included: a reward that prints without end must not fill the disk."""
 
     def __init__(self, descriptor: int = 2) -> None:
         self._descriptor, self._room = descriptor, MAX_OUTPUT_BYTES
 
     def pass_on(self, data: bytes) -> None:
-        """Writes what there is room for, and drops the remainder. The processes can always continue to print."""
+        """Writes what there is room for, and drops the remainder."""
         if self._room <= 0:
             return
         data = data[: self._room]
         self._room -= len(data)
-        with contextlib.suppress(OSError):  # a disk that is full, a terminal that is gone: no reason to fail a reward
+        with contextlib.suppress(OSError):  # a full disk or a closed terminal must not fail a reward
             while data:
                 data = data[os.write(self._descriptor, data) :]
         if self._room <= 0:
             logger.warning(
-                "rewards have printed %d MiB, as much as is kept: what they print from here on is dropped; have the "
-                "reward function print less",
+                "rewards have printed %d MiB, the limit; further output is dropped, so have the reward print less",
                 MAX_OUTPUT_BYTES >> 20,
             )
 
 
 class _Protocol(SubprocessStreamProtocol):
-    """Reports the end of the process itself, and takes what it prints."""
+    """Reports the end of the process, and passes on what it prints."""
 
     def __init__(self, output: Output) -> None:
         super().__init__(limit=_MAX_REPLY_BYTES, loop=asyncio.get_running_loop())
@@ -106,7 +104,7 @@ class _Protocol(SubprocessStreamProtocol):
             super().pipe_data_received(fd, data)
             return
         self._output.pass_on(data)
-        # Of one that prints line by line without end, the event loop would do nothing but read.
+        # Otherwise a process that prints lines without end would keep the event loop busy.
         self._printed.pause_reading()
         asyncio.get_running_loop().call_later(_READ_PAUSE_S, self._resume)
 
@@ -121,15 +119,16 @@ class _Protocol(SubprocessStreamProtocol):
 
 
 class RewardProcess:
-    """A child that imports reward functions and calls them: plain ones one at a time, an async one many times at once.
-    Use `start`."""
+    """A child that imports reward functions and calls them: plain ones one at a time, an async one concurrently. Use
+    `start`."""
 
-    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol) -> None:
+    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol, *, max_concurrency: int) -> None:
         self._transport = transport
+        self._max_stuck = min(_STUCK_THREADS_PER_CALL * max_concurrency, MAX_THREADS // 2)
         self._process = Process(transport, protocol, asyncio.get_running_loop())
         self._imported: set[str] = set()
         self.is_async = False
-        """It has imported an async function, and so takes only calls of that."""
+        """It has imported an async function, and accepts only calls of that."""
         self._numbers = itertools.count()
         self._calls: dict[int, _Replies] = {}
         self._loss: ProcessLost | None = None
@@ -140,9 +139,14 @@ class RewardProcess:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, output: Output) -> RewardProcess:
-        """Starts a bare interpreter with our `sys.path`. What it prints goes to `output`."""
-        # As `asyncio.create_subprocess_exec`, which would not report its end while a child of it holds a pipe.
+    async def start(cls, output: Output, *, max_concurrency: int) -> RewardProcess:
+        """Starts a bare interpreter with our `sys.path`.
+
+        Args:
+            output: gets what it prints.
+            max_concurrency: calls of an async function at once.
+        """
+        # `asyncio.create_subprocess_exec` would not report its end while a child of it holds a pipe.
         transport, protocol = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Protocol(output),
             sys.executable,
@@ -150,14 +154,12 @@ class RewardProcess:
             _BOOT.format(path=sys.path, pid=os.getpid()),
             stdin=PIPE,
             stdout=PIPE,
-            # Not our own, which is a file that it could fill the disk with. Our event loop reads it all the time.
-            stderr=PIPE,
-            # Its own group: Ctrl-C on the terminal is ours to handle.
-            start_new_session=True,
-            # Several of these share the host with engines; a reward is one thread unless the user sets this.
+            stderr=PIPE,  # not ours, which is a file: it could fill the disk
+            start_new_session=True,  # Ctrl-C on the terminal is ours to handle
+            # Several of these share the host with engines; a reward has one thread unless the user sets this.
             env={"OMP_NUM_THREADS": "1"} | {key: text for key, text in os.environ.items() if key not in DRIVER_ONLY},
         )
-        return cls(transport, protocol)
+        return cls(transport, protocol, max_concurrency=max_concurrency)
 
     @property
     def is_alive(self) -> bool:
@@ -175,7 +177,7 @@ class RewardProcess:
         """Imports the function at `target` (see `RewardEntry.target`).
 
         Raises:
-            DataError: it does not import. The process is fine.
+            DataError: it does not import; the process continues.
             ProcessLost: the import took longer than `LOAD_TIMEOUT_S`, or ended the process.
         """
         try:
@@ -187,15 +189,13 @@ class RewardProcess:
             self.kill()
             raise
 
-    async def score(
-        self, entry: RewardEntry, request: RewardRequest, *, timeout_s: float, max_concurrency: int = 1
-    ) -> RewardResult:
+    async def score(self, entry: RewardEntry, request: RewardRequest, *, timeout_s: float) -> RewardResult:
         """One call of an imported function.
 
         Raises:
-            RewardError: it raised, or returned no finite number. The process is fine.
+            RewardError: it raised, or returned no finite number; the process continues.
             RewardTimeout: it took longer than `timeout_s`, so it was cancelled, or the process was killed.
-            CpuLimitExceeded: it took longer than the limit of `entry`.
+            CpuLimitExceeded: it exceeded the limit of `entry`.
             ProcessLost: the process died, or hung before the call.
         """
         with self._call() as (number, replies):
@@ -207,8 +207,8 @@ class RewardProcess:
                 cpu_limit_s=entry.cpu_limit_s,
                 memory_limit_bytes=entry.memory_limit_bytes,
             )
+            self._send(message)
             try:
-                self._send(message)
                 reply = await self._reply_in_time(entry.target, replies, timeout_s)
             except ProcessLost as lost:
                 if entry.cpu_limit_s is not None and self._process.returncode == -signal.SIGPROF:
@@ -223,11 +223,11 @@ class RewardProcess:
                 raise
             if isinstance(reply, Scored):
                 return reply.result
-            self._is_worn_out |= reply.num_stuck > min(_STUCK_THREADS_PER_CALL * max_concurrency, MAX_THREADS // 2)
+            self._is_worn_out |= reply.num_stuck > self._max_stuck
         raise (RewardTimeout if reply.is_timeout else RewardError)(reply.error)
 
     def kill(self) -> None:
-        """Kills the process and everything that it started; harmless if they are gone."""
+        """Kills the process and everything that it started. Idempotent."""
         self._is_killed = True
         if self.is_alive:
             self._signal(_END)
@@ -245,7 +245,7 @@ class RewardProcess:
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[tuple[int, _Replies]]:
-        """The number and the replies of a new call. The last one that leaves a worn-out process ends it."""
+        """Number and replies of a new call. The last call of a worn-out process kills it."""
         if self._loss is not None:
             raise self._loss
         number = next(self._numbers)
@@ -259,33 +259,31 @@ class RewardProcess:
                 self.kill()
 
     def _send(self, message: Call | Cancel) -> None:
-        """Without waiting for room in the pipe: each call waits for its reply, so one deadline will do."""
+        """Without waiting for room in the pipe: the deadline of the reply covers that."""
         assert self._process.stdin is not None, "started with a pipe"
         self._process.stdin.write(encode(message))
 
     async def _reply_in_time(self, target: str, replies: _Replies, timeout_s: float) -> Scored | Failed:
         too_long = f"the call took longer than {timeout_s:g} s"
         if self.is_async:
-            late = RewardTimeout(
+            late = hung = RewardTimeout(
                 f"{too_long} and could not be cancelled, so its process was killed; an async reward must not block: "
                 "await, or use asyncio.to_thread"
             )
-            await self._wait_until_begun(target, replies, timeout_s + GRACE_S, late)
-            reply = await self._next_reply(replies, timeout_s, GRACE_S, late)
+            begin_s, grace_s = timeout_s + GRACE_S, GRACE_S
         else:
-            late = f"its process hung between two calls: to take the next one took longer than {LOAD_TIMEOUT_S:g} s"
-            await self._wait_until_begun(
-                target, replies, LOAD_TIMEOUT_S, ProcessLost(f"{late}; its process was killed")
-            )
-            killed = RewardTimeout(f"{too_long}; its process was killed")
-            reply = await self._next_reply(replies, timeout_s, _OWN_GRACE_S, killed)
+            late = RewardTimeout(f"{too_long}; its process was killed")
+            hung = ProcessLost(f"its process hung between two calls for {LOAD_TIMEOUT_S:g} s, and was killed")
+            begin_s, grace_s = LOAD_TIMEOUT_S, _OWN_GRACE_S
+        await self._wait_until_begun(target, replies, begin_s, hung)
+        reply = await self._next_reply(replies, timeout_s, grace_s, late)
         if not isinstance(reply, Scored | Failed):
             raise self._lose_to_nonsense()
         return reply
 
     async def _wait_until_begun(self, target: str, replies: _Replies, timeout_s: float, late: RewardError) -> None:
         reply = await self._next_reply(replies, timeout_s, _OWN_GRACE_S, late)
-        if isinstance(reply, NotImported):
+        if isinstance(reply, Failed):
             raise DataError(reply.error)
         if not isinstance(reply, Begun):
             raise self._lose_to_nonsense()
@@ -293,7 +291,7 @@ class RewardProcess:
         self._imported.add(target)
 
     async def _next_reply(self, replies: _Replies, timeout_s: float, grace_s: float, late: RewardError) -> Reply:
-        # Twice: if our own loop was blocked, the deadline and the reply arrive together, and from Python 3.12 on the
+        # Twice: after our own event loop was blocked, deadline and reply arrive together, and from Python 3.12 on the
         # deadline wins.
         for limit_s in (timeout_s, grace_s):
             with contextlib.suppress(TimeoutError):
@@ -330,12 +328,11 @@ class RewardProcess:
 
     def _lose_to_nonsense(self) -> ProcessLost:
         return self._lose(
-            "its process wrote something else than an outcome to its pipe; a reward must not write to descriptors that "
-            "it has not opened"
+            "its process wrote garbage to its pipe; a reward must not write to descriptors that it has not opened"
         )
 
     def _lose(self, reason: str) -> ProcessLost:
-        """Kills it, and ends its calls with this reason, unless they ended with another one before."""
+        """Kills it, and ends its calls with this reason; the first reason counts."""
         self.kill()
         if self._loss is None:
             self._loss = ProcessLost(f"{reason}, with {len(self._calls)} calls in it" if self.is_async else reason)
@@ -349,5 +346,5 @@ class RewardProcess:
                 os.killpg(self._process.pid, number)
 
     def _close_pipes(self) -> None:
-        """It has ended, and what it started with it: no reply comes any more."""
+        """It has ended, and its programs with it: no reply comes any more."""
         asyncio.get_running_loop().call_later(_CLOSE_S, self._transport.close)

@@ -35,12 +35,12 @@ class RewardEntry:
     needs_answer: bool = False
     """A prompt without an answer is an error of the data set."""
     cpu_limit_s: float | None = None
-    """Processor time of one call, so what else the host does has no part in it. The response that exceeds it gets 0.0.
-    For functions that hang inside a single operation, where only the kernel can end them. Not for `async def`."""
+    """Processor time of one call, which the load of the host does not change. A response that exceeds it gets 0.0. For
+    functions that hang inside a single operation, which only the kernel can end. Not for `async def`."""
     cheap_response: str = ""
-    """If a call with it exceeds `cpu_limit_s`, too, the fault is with the answer of the prompt."""
+    """If a call with it exceeds `cpu_limit_s` too, the fault is with the answer of the prompt."""
     memory_limit_bytes: int | None = None
-    """That one call may allocate, in address space; past it an allocation raises MemoryError. Not for `async def`."""
+    """Address space that one call may allocate; beyond it an allocation raises MemoryError. Not for `async def`."""
 
 
 _BUILTIN = (
@@ -61,12 +61,8 @@ BUILTIN_REWARDS: Mapping[str, RewardEntry] = MappingProxyType({entry.name: entry
 
 def lookup(name: str, *, directory: Path | None = None) -> RewardEntry:
     """The reward of that name: a registered one, `path/to/file.py:function`, or `package.module:function`, where the
-    colon may be a dot.
-
-    Relative paths are made absolute here, so that the entry means the same in every process. Nothing is imported.
-
-    Args:
-        directory: what they are relative to; None is the working directory.
+    colon may be a dot. Paths relative to `directory` (None is the working directory) become absolute, so that the entry
+    means the same in every process. Nothing is imported.
 
     Raises:
         DataError: no such name, or no such file.
@@ -103,10 +99,6 @@ def load(target: str) -> RewardFn:
         function = find(location, name, path=target, what="reward")
     except PluginError as error:
         raise DataError(str(error)) from error
-    return _checked(function, target)
-
-
-def _checked(function: object, target: str) -> RewardFn:
     expected = "def reward(*, prompt: str, response: str, answer: str, metadata: dict) -> float"
     if not callable(function):
         raise DataError(f"reward {target!r} is a {type(function).__name__}; give a function: {expected}")

@@ -18,6 +18,8 @@ from tests.fakes.scripted_engine import ScriptedEngine
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from transformers import PreTrainedTokenizerFast
+
     from rollout.types import Turn
 
 BEGIN = "<|im_start|>assistant\n"
@@ -50,8 +52,10 @@ class ChatPolicy:
         says: what the policy says to a conversation, given as text; it includes `END`.
     """
 
-    def __init__(self, says: Callable[[str], str], *, token_s: float = 0.0) -> None:
-        self.tokenizer = chat_tokenizer(TEMPLATE)
+    def __init__(
+        self, says: Callable[[str], str], *, token_s: float = 0.0, tokenizer: PreTrainedTokenizerFast | None = None
+    ) -> None:
+        self.tokenizer = chat_tokenizer(TEMPLATE) if tokenizer is None else tokenizer
         self.asked: list[str] = []
         self.max_tokens: list[int] = []
         self.has_begun = asyncio.Event()

@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import psutil
 import pytest
 
 from rollout.agent.runner import make_loop, run_episode
-from rollout.types import Prompt
 from tests.fakes.chat_policy import END, ChatPolicy, by_turn
 from tests.unit.rollout.agent.test_trajectory import Scripted
 from trainer.builtin.tiny_model import build_tokenizer
 
-
-@pytest.mark.parametrize(
-    ("answers", "rewards"),
-    [(["19"], [1.0]), (["18", "19"], [-0.1, 0.5]), (["18", "17"], [-0.1, 0.0])],
-    ids=["at-once", "second", "never"],
-)
-async def test_the_documented_environment_pays_as_it_says(
-    answers: list[str], rewards: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = (Path(__file__).parents[4] / "docs" / "agents.md").read_text()
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert example is not None
-    (tmp_path / "agents_of_the_docs.py").write_text(example[1])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    prompt = Prompt(prompt_id="p", token_ids=np.array(tokenizer.encode("12+7="), np.int32), text="12+7=", answer="19")
-    generate = Scripted(*((tokenizer.encode(answer), "stop") for answer in answers))
-    loop = make_loop("agents_of_the_docs.second_chance", {"tokenizer": str(tmp_path / "tokenizer")})
-    episode = await run_episode(loop, prompt, 40, generate=generate, timeout_s=5.0)
-    assert episode.status == "completed"
-    assert [turn.reward for turn in episode.turns()] == rewards
-
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PROGRAM = """
 import os, subprocess, sys
@@ -53,13 +29,36 @@ message = {"role": "user", "content": sys.stdin.read()}
 print(OpenAI().chat.completions.create(model="policy", messages=[message]).choices[0].message.content)
 """
 
-Make = Callable[[str, ChatPolicy], Any]
+
+def examples(document: str) -> list[str]:
+    text = (Path(__file__).parents[4] / "docs" / f"{document}.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("responses", "rewards"),
+    [(["19"], [1.0]), (["18", "19"], [-0.1, 0.5]), (["18", "17"], [-0.1, 0.0])],
+    ids=["at-once", "second", "never"],
+)
+async def test_the_documented_environment_pays_as_it_says(
+    responses: list[str], rewards: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "agents_of_the_docs.py").write_text(examples("agents")[0])
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    policy = ChatPolicy(by_turn())
+    prompt = replace(policy.prompt(answer="19"), token_ids=policy.prompt().token_ids[:1])
+    generate = Scripted(*((tokenizer.encode(response), "stop") for response in responses))
+    loop = make_loop("agents_of_the_docs.second_chance", {"tokenizer": str(tmp_path / "tokenizer")})
+    episode = await run_episode(loop, prompt, 40, generate=generate, timeout_s=5.0)
+    assert episode.status == "completed"
+    assert [turn.reward for turn in episode.turns()] == rewards
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    text = (Path(__file__).parents[4] / "docs" / "openai_agents.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+def openai_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, ChatPolicy], Any]:
+    blocks = examples("openai_agents")
     assert len(blocks) == 2
     (tmp_path / "openai_agents_of_the_docs.py").write_text("\n".join(blocks))
     (tmp_path / "my_program.py").write_text(PROGRAM)
@@ -76,51 +75,39 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 @pytest.mark.parametrize(
-    ("answers", "rewards"),
+    ("responses", "rewards"),
     [(["5"], [1.0]), (["6", "5"], [0.0, 0.5]), (["6", "7"], [0.0, 0.0])],
     ids=["at-once", "second", "never"],
 )
-async def test_the_documented_function_pays_as_it_says(make: Make, answers: list[str], rewards: list[float]) -> None:
-    policy = await ChatPolicy(by_turn(*(answer + END for answer in answers))).start()
-    loop = make("solve", policy)
+async def test_the_documented_function_pays_as_it_says(
+    openai_loop: Any, responses: list[str], rewards: list[float]
+) -> None:
+    policy = await ChatPolicy(by_turn(*(response + END for response in responses))).start()
+    loop = openai_loop("solve", policy)
     prompt = replace(policy.prompt(), messages=({"role": "user", "content": "2+3?"},))
     episode = await run_episode(loop, prompt, 200, generate=policy.generate, timeout_s=30.0)
     await loop.close()
     assert [turn.reward for turn in episode.turns()] == rewards
 
 
-async def test_the_documented_program_is_paid_for_its_answer(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["by-itself", "cancelled"])
+async def test_the_documented_program_is_paid_and_ends_with_its_trajectory(
+    openai_loop: Any, tmp_path: Path, ends: str
+) -> None:
     policy = await ChatPolicy(by_turn(f"5{END}")).start()
-    loop = make("solve_in_a_program", policy)
-    prompt = replace(policy.prompt(), text="2+3?")
-    episode = await run_episode(loop, prompt, 200, generate=policy.generate, timeout_s=60.0)
-    await loop.close()
-    assert (episode.turns()[-1].reward, episode.status) == (1.0, "completed")
-    await nothing_runs(tmp_path)
-
-
-async def test_the_documented_program_ends_with_the_trajectory(make: Make, tmp_path: Path) -> None:
-    policy = await ChatPolicy(by_turn(f"5{END}")).start()
-    policy.engine.faults.hang_generation = True
-    loop = make("solve_in_a_program", policy)
-    playing = asyncio.create_task(run_episode(loop, policy.prompt(), 200, generate=policy.generate, timeout_s=60.0))
+    policy.engine.faults.hang_generation = ends == "cancelled"
+    loop, prompt = openai_loop("solve_in_a_program", policy), replace(policy.prompt(), text="2+3?")
+    playing = asyncio.create_task(run_episode(loop, prompt, 200, generate=policy.generate, timeout_s=60.0))
     await policy.has_begun.wait()
-    assert len(running(tmp_path)) == 2
-    playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await playing
+    processes = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(processes) == 2
+    if ends == "cancelled":
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+    else:
+        episode = await playing
+        assert (episode.turns()[-1].reward, episode.status) == (1.0, "completed")
     await loop.close()
-    await nothing_runs(tmp_path)
-
-
-def running(directory: Path) -> list[int]:
-    """Processes of the program that are there and no zombies."""
-    pids = map(int, (directory / "pids").read_text().split())
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-
-
-async def nothing_runs(directory: Path) -> None:
-    """What is killed takes a moment."""
-    async with asyncio.timeout(30.0):
-        while running(directory):
-            await asyncio.sleep(0.01)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=30.0)
+    assert [one.pid for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []

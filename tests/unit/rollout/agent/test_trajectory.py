@@ -63,61 +63,37 @@ def test_every_token_is_there_once_in_order_with_its_version(
     assert plain(again) == plain(made)
 
 
-def test_a_new_turn_begins_where_context_follows_generated_tokens() -> None:
-    builder = TrajectoryBuilder(np.array([1, 2], np.int32))
+def test_turns_rewards_and_sequences_are_kept_apart() -> None:
+    builder = TrajectoryBuilder(np.array([1, 2]))
+    builder.start_sequence(np.array([7, 8]))  # nothing was said before it: no turn
+    builder.start_sequence(np.array([9]))
     builder.add_generated(make_chunk([3], [(7, 1)]))
     builder.add_generated(make_chunk([4], [(7, 1)]))
     builder.add_context(np.array([5]))
-    builder.add_context(np.array([6]))
-    builder.add_generated(make_chunk([7, 8], [(8, 1), (9, 1)]))
-    assert plain(builder.finish("completed")) == [[[1, 2], [3, 4], 0.0, False], [[5, 6], [7, 8], 0.0, False]]
-    assert [turn.segments for turn in builder.turns()] == [((7, 2),), ((8, 1), (9, 1))]
+    builder.add_reward(0.5)  # of the turn before its reply
+    builder.add_generated(make_chunk([6, 7], [(8, 1), (9, 1)]))
+    builder.add_reward(-1.0)
+    builder.add_reward(0.25)
+    builder.add_context(np.array([99]))  # nothing is said after it
+    builder.start_sequence(np.array([1, 6]))
+    builder.add_reward(2.0)
+    assert builder.token_ids().tolist() == [1, 6] and builder.num_response_tokens == 0
+    builder.add_generated(make_chunk([8]))
+    made = builder.finish("completed")
+    expected = [[[9], [3, 4], 0.5, True], [[5], [6, 7], 1.25, False], [[1, 6], [8], 0.0, True]]
+    assert (plain(made), made.sequences()) == (expected, (slice(0, 6), slice(6, 9)))
+    assert [turn.segments for turn in made.turns()] == [((7, 2),), ((8, 1), (9, 1)), ((0, 1),)]
 
 
-@pytest.mark.parametrize("is_context_first", [True, False])
-def test_a_reward_belongs_to_the_turn_before_it_also_behind_its_reply(is_context_first: bool) -> None:
-    builder = TrajectoryBuilder(np.array([1], np.int32))
+def test_what_a_builder_refuses_changes_nothing() -> None:
+    builder = TrajectoryBuilder(np.array([1, 2]))
     with pytest.raises(ValueError, match="none was generated yet"):
         builder.add_reward(1.0)
-    for reward in (0.5, -1.0):
-        builder.add_generated(make_chunk([3]))
-        if is_context_first:
-            builder.add_context(np.array([4]))
-        builder.add_reward(reward)
-        builder.add_reward(0.25)
-        if not is_context_first:
-            builder.add_context(np.array([4]))
-    assert [turn.reward for turn in builder.turns()] == [0.75, -0.75, 0.0]
-
-
-def test_a_new_sequence_leaves_behind_what_was_said() -> None:
-    builder = TrajectoryBuilder(np.array([1, 2]))
-    builder.add_generated(make_chunk([3, 4], [(0, 1), (1, 1)]))
-    builder.add_context(np.array([5]))
-    builder.start_sequence(np.array([1, 6]))
-    builder.add_reward(0.5)
-    assert builder.token_ids().tolist() == [1, 6] and builder.num_response_tokens == 0
-    builder.add_generated(make_chunk([7]))
-    builder.add_context(np.array([8]))
-    builder.add_generated(make_chunk([9]))
-    builder.add_reward(2.0)
-    assert builder.token_ids().tolist() == [1, 6, 7, 8, 9] and builder.num_response_tokens == 3
-    made = builder.finish("completed")
-    assert plain(made) == [[[1, 2], [3, 4], 0.5, False], [[1, 6], [7], 0.0, True], [[8], [9], 2.0, False]]
-    assert made.sequences() == (slice(0, 4), slice(4, 9))
-
-
-def test_context_that_is_left_behind_before_anything_was_said_is_no_turn() -> None:
-    builder = TrajectoryBuilder(np.array([1, 2]))
-    builder.start_sequence(np.array([7, 8]))
-    builder.start_sequence(np.array([9]))
-    builder.add_generated(make_chunk([3]))
-    assert plain(builder.finish("completed")) == [[[9], [3], 0.0, True]]
     with pytest.raises(ValueError, match="needs at least one token"):
         builder.start_sequence(np.array([], np.int32))
     with pytest.raises(ValueError, match="token ids in one row"):
         builder.start_sequence(np.array([[1]]))
-    assert builder.token_ids().tolist() == [9, 3], "what was refused has changed nothing"
+    assert builder.token_ids().tolist() == [1, 2]
 
 
 def test_chunks_are_joined_and_one_whose_arrays_differ_is_refused() -> None:
@@ -206,12 +182,8 @@ async def test_the_calls_of_tools_are_those_that_the_environment_counted() -> No
 @pytest.mark.parametrize(
     ("answers", "max_turns", "max_tokens", "turns"),
     [
-        (
-            [([3], "stop")],
-            5,
-            3,
-            [[[1, 2], [3], 1.0, False]],
-        ),  # no room after the reply; its reward counts
+        # There is no room after the reply; its reward counts.
+        ([([3], "stop")], 5, 3, [[[1, 2], [3], 1.0, False]]),
         ([([3], "stop"), ([4], "stop")], 2, 99, [[[1, 2], [3], 1.0, False], [[90, 91], [4], 1.0, False]]),
         ([([3], "length")], 5, 1, [[[1, 2], [3], 0.0, False]]),  # the environment is not asked
     ],
@@ -318,7 +290,7 @@ def of_turns(*turns: Turn, status: Any = "completed") -> Trajectory:
         (of_turns(), "begin with the prompt's tokens as context"),
         (of_turns(make_turn([1, 3], [4])), "begin with the prompt's tokens as context"),
         (of_turns(make_turn([1], [2, 3])), "begin with the prompt's tokens as context"),
-        (of_turns(make_turn([1, 2], [3, 4, 5, 6])), "hold 4 tokens after the prompt, at most max_tokens=3"),
+        (of_turns(make_turn([1, 2], [3, 4, 5, 6])), "have 4 tokens after the prompt, at most max_tokens=3"),
         (of_turns(make_turn([1, 2], [3], logprobs=[np.nan])), "no finite log-probability"),
         (replace(of_turns(make_turn([1, 2], [3])), tool_use=3), "tool_use must be a ToolUse or None, got 3"),  # type: ignore[arg-type]
         (of_turns(make_turn([1, 2], [3]), make_turn([], [7], begins_anew=True)), "must begin with context"),
@@ -364,7 +336,7 @@ def test_sequences_are_counted_and_bounded_one_by_one() -> None:
     assert check_trajectory(made, PROMPT, 3, max_sequences=2) is made
     with pytest.raises(AgentError, match=r"2 token sequences, task\.agent_max_sequences=1 allows .*removes thoughts"):
         check_trajectory(made, PROMPT, 3)
-    with pytest.raises(AgentError, match="hold 5 tokens after the prompt, at most max_tokens=3"):
+    with pytest.raises(AgentError, match="have 5 tokens after the prompt, at most max_tokens=3"):
         check_trajectory(of_turns(*turns), PROMPT, 3, max_sequences=2)
 
 

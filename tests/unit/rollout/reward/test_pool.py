@@ -13,9 +13,8 @@ import pytest
 
 from rollout.errors import DataError, RewardError
 from rollout.reward import pool, process
-from rollout.reward.call import RewardRequest, RewardResult, call
-from rollout.reward.pool import RewardPool, check_reward
-from rollout.reward.registry import load
+from rollout.reward.call import RewardResult
+from rollout.reward.pool import RewardPool
 from rollout.types import Prompt
 from tests.unit.rollout.reward.scoring import (
     ASYNC,
@@ -125,7 +124,7 @@ async def test_an_idle_process_that_hangs_or_dies_costs_one_call_and_is_no_faile
 ) -> None:
     async with a_pool(PLAIN) as rewards:
         for deadly, size, message in (
-            (signal.SIGSTOP, 0, "hung between two calls: to take the next one took longer than 0.5 s"),
+            (signal.SIGSTOP, 0, "hung between two calls for 0.5 s, and was killed"),
             (signal.SIGSTOP, 1 << 20, "hung between two calls"),  # more than the pipe holds
             (signal.SIGKILL, 0, "ended by signal SIGKILL"),
         ):
@@ -165,7 +164,7 @@ async def test_no_more_async_calls_run_at_once_than_the_limit() -> None:
 async def test_no_response_waits_for_a_slot_for_ever_and_the_others_go_on(function: str) -> None:
     message = {
         PLAIN: r"no reward process was free for 0\.3 s .*queue_timeout_s.*raise task\.reward\.num_processes",
-        ASYNC: r"1 calls \(task\.reward\.max_concurrency\) were under way for all of 0\.3 s .*queue_timeout_s",
+        ASYNC: r"1 calls \(task\.reward\.max_concurrency\) ran for all of 0\.3 s .*queue_timeout_s",
     }[function]
     async with a_pool(function, max_concurrency=1, queue_timeout_s=0.3) as rewards:
         busy = asyncio.create_task(outcome(rewards, "sleep 0.8"))
@@ -174,14 +173,6 @@ async def test_no_response_waits_for_a_slot_for_ever_and_the_others_go_on(functi
             await rewards.score(a_prompt(), "value 1")
         assert isinstance(await busy, float)
         assert await outcome(rewards, "value 2") == 2.0, "its place in the queue is free again"
-
-
-async def test_the_first_call_of_a_reward_does_not_wait_for_a_process_for_ever() -> None:
-    async with a_pool(PLAIN, timeout_s=60.0, queue_timeout_s=0.3) as rewards:
-        busy = asyncio.create_task(outcome(rewards, "spin"))
-        await asyncio.sleep(0.1)
-        assert "no reward process was free" in str(await outcome(rewards, "", reward=OTHER))
-        busy.cancel()
 
 
 async def test_a_cancelled_plain_call_leaves_nothing_to_the_next() -> None:
@@ -399,7 +390,7 @@ async def test_no_call_waits_for_ever_while_others_replace_a_lost_process_which_
         await until(lambda: len(fickle.pids) == 2)
         monkeypatch.setattr(pool, "LOAD_TIMEOUT_S", 0.1)
         monkeypatch.setattr(pool, "GRACE_S", 0.3)
-        assert "for all of 0.4 s other calls tried to import" in str(await outcome(rewards, ""))
+        assert "did not import in a new one within 0.4 s" in str(await outcome(rewards, ""))
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await until(lambda: all_gone(fickle.pids))
@@ -407,7 +398,7 @@ async def test_no_call_waits_for_ever_while_others_replace_a_lost_process_which_
         assert await outcome(rewards, "") == 6.0
 
 
-# ---------------------------------------------------------------- close, and calls outside of a pool
+# ---------------------------------------------------------------- close
 
 
 @both_kinds
@@ -424,29 +415,4 @@ async def test_close_kills_busy_processes_and_ends_their_calls(function: str) ->
         assert "the reward pool was closed" in str(failure)
 
 
-def test_a_single_call_outside_of_a_run_waits_for_an_async_function() -> None:
-    item = RewardRequest(prompt="", response="value 2", answer="", metadata={})
-    assert call(load(ASYNC), item) == RewardResult(reward=2.0)
-
-
 SAMPLE = Prompt(prompt_id="train/0", token_ids=np.zeros(1, np.int32), text="1+1=", answer="2")
-
-
-@pytest.mark.parametrize("name", ["arithmetic", "math"])
-def test_builtin_rewards_give_full_marks_to_the_answer_itself(name: str) -> None:
-    assert check_reward(name, sample=SAMPLE, timeout_s=30.0).reward == 1.0
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("def reward(**_): raise ValueError('boom')", "raised ValueError: boom.*trial call with response='2'"),
-        ("def reward(**_):\n    while True: pass", "longer than 1 s.*trial call with response='2'"),
-        ("def reward(**_): return 'good'", "returned str 'good'.*trial call with response='2'"),
-        ("import no_such_module", "No module named 'no_such_module'"),
-    ],
-)
-def test_functions_that_cannot_work_are_refused_with_the_cause(tmp_path: Path, source: str, message: str) -> None:
-    (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(DataError, match=f"(?s)mine.py:reward.*{message}"):
-        check_reward(f"{tmp_path}/mine.py:reward", sample=SAMPLE, timeout_s=1.0)

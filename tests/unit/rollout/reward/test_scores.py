@@ -14,11 +14,11 @@ import pytest
 from rollout.errors import DataError, RewardError
 from rollout.reward import registry
 from rollout.reward.builtin import overlong_penalty
-from rollout.reward.call import RewardResult, to_result
+from rollout.reward.call import RewardRequest, RewardResult, call, to_result
 from rollout.reward.math import score
-from rollout.reward.pool import RewardPool
+from rollout.reward.pool import RewardPool, check_reward
 from rollout.reward.registry import BUILTIN_REWARDS, load, lookup
-from tests.unit.rollout.reward.scoring import PLAIN, outcome, outcomes
+from tests.unit.rollout.reward.scoring import ASYNC, PLAIN, a_prompt, outcome, outcomes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,58 +137,55 @@ def test_anything_else_is_refused(value: object) -> None:
 
 # From a name to a function
 
-GOOD = "def reward(*, prompt, response, answer, metadata):\n    return 2.0\n"
 
-
-def call(target: str) -> object:
-    return load(target)(prompt="", response="", answer="", metadata={})
-
-
-def test_every_builtin_loads_and_says_whether_it_needs_an_answer() -> None:
-    for name in BUILTIN_REWARDS:
-        entry = lookup(name)
-        assert entry is BUILTIN_REWARDS[name]
-        assert entry.needs_answer == (name != "zero")
-        load(entry.target)
-    assert call(lookup("zero").target) == 0.0
-
-
-def test_a_relative_file_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(GOOD)
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with modules that give 2.0."""
+    good = "def reward(*, prompt, response, answer, metadata):\n    return 2.0\n"
     monkeypatch.chdir(tmp_path)
-    entry = lookup("mine.py:reward")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "installed"), *sys.path])
+    for file, source in {
+        "mine.py": good,
+        "installed/pkg_of_mine/scores.py": good,
+        "other/mine.py": good.replace("2.0", "3.0"),
+        "neighbours/json.py": "raise RuntimeError('shadowed')\n",
+        "neighbours/neighbour_of_mine.py": "VALUE = 2.0\n",
+        "neighbours/mine.py": "import importlib, json, neighbour_of_mine\nimportlib.reload(json)\n"
+        + good.replace("2.0", "neighbour_of_mine.VALUE"),
+    }.items():
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("mine.py:reward", "{folder}/mine.py:reward"),
+        ("neighbours/mine.py:reward", "{folder}/neighbours/mine.py:reward"),
+        ("pkg_of_mine.scores:reward", "pkg_of_mine.scores:reward"),
+        ("pkg_of_mine.scores.reward", "pkg_of_mine.scores:reward"),
+    ],
+    ids=["a-relative-path-becomes-absolute", "a-file-imports-neighbours-and-shadows-nothing", "module", "dotted-path"],
+)
+def test_a_name_leads_to_its_function(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, target: str) -> None:
+    entry = lookup(name)
     monkeypatch.chdir("/")
-    assert entry.target == f"{tmp_path}/mine.py:reward"
-    assert not entry.inline
-    assert not entry.needs_answer
-    assert call(entry.target) == 2.0
+    assert (entry.target, entry.inline, entry.needs_answer) == (target.format(folder=folder), False, False)
+    assert load(entry.target)(prompt="", response="", answer="", metadata={}) == 2.0
 
 
-def test_a_file_may_import_its_neighbours_and_shadows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')\n")
-    (tmp_path / "neighbour_of_mine.py").write_text("VALUE = 7.0\n")
-    (tmp_path / "mine.py").write_text(
-        "import importlib, json, neighbour_of_mine\n"
-        "importlib.reload(json)\n"
-        "def reward(*, prompt, response, answer, metadata):\n    return neighbour_of_mine.VALUE\n"
-    )
-    assert call(lookup(f"{tmp_path}/mine.py:reward").target) == 7.0
+def test_two_files_of_one_name_stay_apart(folder: Path) -> None:
+    functions = [load(f"{folder}/{path}:reward") for path in ("mine.py", "other/mine.py")]
+    assert [function(prompt="", response="", answer="", metadata={}) for function in functions] == [2.0, 3.0]
 
 
-def test_two_files_of_one_name_stay_apart(tmp_path: Path) -> None:
-    for folder, value in (("a", 1.0), ("b", 2.0)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mine.py").write_text(GOOD.replace("2.0", str(value)))
-    assert [call(f"{tmp_path}/{folder}/mine.py:reward") for folder in "ab"] == [1.0, 2.0]
-
-
-def test_a_module_is_found_by_its_dotted_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pkg_of_mine").mkdir()
-    (tmp_path / "pkg_of_mine" / "scores.py").write_text(GOOD)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert call(lookup("pkg_of_mine.scores:reward").target) == 2.0
-    assert call(lookup("pkg_of_mine.scores.reward").target) == 2.0
+@pytest.mark.parametrize(("name", "needs_answer"), [("arithmetic", True), ("math", True), ("zero", False)])
+def test_builtin_rewards_give_full_marks_to_the_answer_itself(name: str, needs_answer: bool) -> None:
+    assert lookup(name) is BUILTIN_REWARDS[name]
+    assert lookup(name).needs_answer == needs_answer
+    assert check_reward(name, sample=a_prompt(), timeout_s=30.0).reward == float(needs_answer)
 
 
 @pytest.mark.parametrize(
@@ -210,16 +207,23 @@ def test_unknown_names_are_refused_with_what_is_allowed(name: str, message: str)
     ("source", "message"),
     [
         ("def reward(:\n", "SyntaxError"),
-        ("import sys\nsys.exit(2)\n", "SystemExit: 2"),
         ("1 / 0\n", "ZeroDivisionError: division by zero"),
         ("def rewards(*, prompt, response, answer, metadata): ...\n", "has no 'reward'; did you mean 'rewards'"),
         ("def reward(response): ...\n", "got an unexpected keyword argument 'prompt'.*its signature is"),
         ("def reward(*, prompt, response, answer, metadata, extra): ...\n", "missing a required .*'extra'"),
         ("async def reward(response): ...\n", "got an unexpected keyword argument 'prompt'.*its signature is"),
         ("reward = 3.0\n", "is a float"),
+        ("def reward(**_): raise ValueError('boom')", "raised ValueError: boom.*trial call with response='19'"),
+        ("def reward(**_):\n    while True: pass", "longer than 1 s.*trial call with response='19'"),
+        ("def reward(**_): return 'good'", "returned str 'good'.*trial call with response='19'"),
     ],
 )
-def test_files_that_hold_no_usable_function_are_refused(tmp_path: Path, source: str, message: str) -> None:
+def test_functions_that_cannot_work_are_refused_before_the_run(tmp_path: Path, source: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(DataError, match=message):
-        load(f"{tmp_path}/mine.py:reward")
+    with pytest.raises(DataError, match=f"(?s)mine.py:reward.*{message}"):
+        check_reward(f"{tmp_path}/mine.py:reward", sample=a_prompt(), timeout_s=1.0)
+
+
+def test_a_single_call_outside_of_a_run_waits_for_an_async_function() -> None:
+    request = RewardRequest(prompt="", response="value 2", answer="", metadata={})
+    assert call(load(ASYNC), request) == RewardResult(reward=2.0)
