@@ -1,8 +1,7 @@
 """From a command line to the checked configuration.
 
-Hydra composes the YAML files with the options of groups, once; it cannot compose frozen nested dataclasses and stops at
-the first error, so keys are then set one by one, and the schema checks the result. Hydra's compose API neither creates
-directories, nor changes the working directory, nor touches logging.
+Hydra composes the YAML files with the options of groups, once. It cannot compose frozen nested dataclasses and stops at
+the first error, so keys are then set one by one, and the schema checks the result.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -134,14 +133,14 @@ def _declared(path: str) -> str:
     """The key that the schema declares: the map, where `path` is an entry of one."""
     parts = path.split(".")
     prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return next((key for key in prefixes if (info := all_keys().get(key)) is not None and info.is_mapping), path)
+    return next((one for one in prefixes if (key := all_keys().get(one)) and get_origin(key.hint) is dict), path)
 
 
 def _leaves(data: Mapping[object, object], prefix: str = "") -> Iterator[str]:
     for name, value in data.items():
         path = f"{prefix}{name}"
-        info = all_keys().get(path)
-        if isinstance(value, dict) and info is not None and info.is_section:
+        key = all_keys().get(path)
+        if isinstance(value, dict) and key is not None and key.is_section:
             yield from _leaves(cast("dict[object, object]", value), f"{path}.")
         else:
             yield path
@@ -172,11 +171,11 @@ def _sets_compile(name: str, folder: Path) -> bool:
     if not (folder / f"{name}.yaml").is_file():
         return False
     data = _raw_file(name, [folder])
-    if "learner.compile" in _leaves(data):
-        return True
     defaults = data.get("defaults")
     entries = cast("list[object]", defaults) if isinstance(defaults, list) else []
-    return any(_sets_compile(entry.lstrip("/"), folder) for entry in entries if isinstance(entry, str))
+    return "learner.compile" in _leaves(data) or any(
+        _sets_compile(entry.lstrip("/"), folder) for entry in entries if isinstance(entry, str)
+    )
 
 
 def _missing_defaults(line: CommandLine) -> str:
@@ -207,15 +206,15 @@ def _compose(line: CommandLine) -> tuple[Mapping[str, object], DictConfig, list[
     known = {name for folder in folders for name in config_names(folder)}
     if line.config_name not in known:
         raise ConfigurationError([_no_such_config(line, sorted(known))])
-    options = groups(folders)
-    found = {text: _override_problem(text, line, folders, options) for text in line.overrides}
+    options, raw = groups(folders), _raw_file(line.config_name, folders)
+    found = {text: _override_problem(text, line, raw, options) for text in line.overrides}
     problems = [problem for problem in found.values() if problem is not None]
     usable = [one for one in _overrides(line) if found[one.text] is None]
     try:
         with _hydra(line.config_dir) as extra:
             selected = [one.text for one in usable if one.key in options]
             files = compose(config_name=line.config_name, overrides=[*selected, *extra])
-        if is_stored(_raw_file(line.config_name, folders)):
+        if is_stored(raw):
             stored = cast("dict[str, object]", OmegaConf.to_container(files))
             files = OmegaConf.create(with_current_names(stored))
         composed = files.copy()
@@ -243,8 +242,8 @@ def _hydra(config_dir: Path | None) -> Generator[list[str]]:
 
 
 def _apply(override: _Override, config: DictConfig) -> None:
-    """Set or delete a key. Keys are set whether the YAML files mention them or not: whether a key exists is decided by
-    the schema, for all keys at once."""
+    """Set or delete a key, whether or not the YAML files mention it: the schema decides which keys exist, for all at
+    once."""
     value: Any = _parsed(override).value()
     with open_dict(config):
         if override.prefix != "~":
@@ -262,16 +261,12 @@ def _apply(override: _Override, config: DictConfig) -> None:
 
 def _parsed(override: _Override) -> Any:
     """By Hydra's grammar. Text is quoted, so that paths with brackets or commas need no second layer of quotes."""
-    text, prefix, key, value = override
+    text, prefix, name, value = override
     if prefix != "~" and value is not None:
-        text = f"++{key}={_quoted(value) if _takes_text(key) else value}"
+        key, section = find_key(name), all_keys().get(name.rpartition(".")[0])
+        is_text = key.is_text if key is not None else section is not None and section.hint == dict[str, str]
+        text = f"++{name}={_quoted(value) if is_text else value}"
     return OverridesParser.create().parse_override(text)
-
-
-def _takes_text(key: str) -> bool:
-    info = find_key(key)
-    parent = all_keys().get(key.rpartition(".")[0])
-    return info.is_text if info is not None else parent is not None and parent.hint == dict[str, str]
 
 
 def _quoted(value: str) -> str:
@@ -288,7 +283,7 @@ def _quoted(value: str) -> str:
 
 
 def _override_problem(
-    text: str, line: CommandLine, folders: Sequence[Traversable], options: Mapping[str, Sequence[str]]
+    text: str, line: CommandLine, raw: Mapping[object, object], options: Mapping[str, Sequence[str]]
 ) -> Problem | None:
     match = _OVERRIDE.fullmatch(text)
     if match is None or (match["value"] is None and match["prefix"] != "~"):
@@ -305,47 +300,38 @@ def _override_problem(
         message = f"contains a backslash and the letter {escape[0][1]}, which a command line keeps as they are"
         hint = "for the character itself write $'KEY=...' in bash; a YAML file distinguishes the two"
         return Problem(key=key, value=value, message=message, hint=hint)
-    if key in options and override.value is not None:
-        return _option_problem(override, line, folders, options[key])
-    return _value_problem(override)
-
-
-def _option_problem(
-    override: _Override, line: CommandLine, folders: Sequence[Traversable], options: Sequence[str]
-) -> Problem | None:
-    group, value = override.key, override.value or ""
-    section = "algorithm" if group == "correction" else group
-    data = _raw_file(line.config_name, folders)
+    if key not in options or override.value is None:
+        return _value_problem(override)
+    section = "algorithm" if key == "correction" else key
     # A file without a defaults list, such as the config.yaml of a run, contains whole sections. An option laid over one
     # would keep what the option leaves at a default.
-    if override.prefix != "~" and "defaults" not in data and isinstance(data.get(section), dict):
+    if override.prefix != "~" and "defaults" not in raw and isinstance(raw.get(section), dict):
         message = f"would be mixed with the section {section} of {line.config_name}.yaml"
         hint = f"set single keys ({section}.KEY=VALUE), or start from a configuration with a defaults list"
-        return Problem(key=group, value=value, message=message, hint=hint)
-    if value in options:
+        return Problem(key=key, value=value, message=message, hint=hint)
+    if value in options[key]:
         return None
-    close = close_word(value, options)
-    hint = f"did you mean {group}={close}?" if close else ""
-    if group == "device":
-        hint = OTHER_WORDS.get(value.lower(), hint)
-    return Problem(key=group, value=value, message=f"must be one of {', '.join(options)}", hint=hint)
+    close = close_word(value, options[key])
+    hint = f"did you mean {key}={close}?" if close else ""
+    hint = OTHER_WORDS.get(value.lower(), hint) if key == "device" else hint
+    return Problem(key=key, value=value, message=f"must be one of {', '.join(options[key])}", hint=hint)
 
 
 def _value_problem(override: _Override) -> Problem | None:
-    key, value = override.key, override.value or ""
+    name, value = override.key, override.value or ""
     try:
         if not _parsed(override).is_sweep_override():
             return None
     except HydraException as error:
-        info = all_keys().get(key)
-        if info is None and key.split(".")[0] not in all_keys():
-            return Problem(key=key, value=value, message="unknown key", hint=suggestion(key))
+        key = all_keys().get(name)
+        if key is None and name.split(".")[0] not in all_keys():
+            return Problem(key=name, value=value, message="unknown key", hint=suggestion(name))
         message = f"cannot be read: {str(error).splitlines()[0]}"
-        text = '["VALUE"]' if info is not None and isinstance(info.default, list) else '"VALUE"'
-        hint = f"put text with special characters in quotes, twice on a shell: {key}='{text}'"
-        return Problem(key=key, value=value, message=message, hint=hint)
-    hint = f"write a loop: for value in ...; do python -m trainer {key}=$value run_dir=runs/$value; done"
-    return Problem(key=key, value=value, message="is a list of runs; one run takes one value", hint=hint)
+        text = '["VALUE"]' if key is not None and isinstance(key.default, list) else '"VALUE"'
+        hint = f"put text with special characters in quotes, twice on a shell: {name}='{text}'"
+        return Problem(key=name, value=value, message=message, hint=hint)
+    hint = f"write a loop: for value in ...; do python -m trainer {name}=$value run_dir=runs/$value; done"
+    return Problem(key=name, value=value, message="is a list of runs; one run takes one value", hint=hint)
 
 
 def _no_such_config(line: CommandLine, known: list[str]) -> Problem:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, cast, dataclass_transform, get_args, get_origin
-from typing import get_type_hints as type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict
@@ -26,7 +34,7 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def is_dotted_path(name: str) -> bool:
-    """Whether `name` can be the dotted path of a function: identifiers joined by dots. Nothing is imported."""
+    """Whether `name` can be `package.module.function`. Nothing is imported."""
     return _PATH.fullmatch(name) is not None
 
 
@@ -79,7 +87,9 @@ OnOff = BeforeValidator(_as_word)
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(cls: type[S]) -> type[S]:
     """A sealed dataclass whose constructor checks every key and refuses unknown ones."""
-    decorate = dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid"))
+    decorate = dataclass(
+        frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    )
     return cast("type[S]", decorate(cls))
 
 
@@ -106,10 +116,6 @@ class Key(NamedTuple):
         return is_dataclass(self.hint)
 
     @property
-    def is_mapping(self) -> bool:
-        return get_origin(self.hint) is dict
-
-    @property
     def entry(self) -> Any:
         """The type of the entries of a map or list; None for everything else."""
         return get_args(self.hint)[-1] if get_origin(self.hint) in (dict, list) else None
@@ -128,36 +134,17 @@ class Key(NamedTuple):
 @cache
 def keys_of(section: type, prefix: str = "") -> Sequence[Key]:
     """The keys and sections of `section`, not those inside of its sections."""
-    hints, infos = type_hints(section), cast("Any", section).__pydantic_fields__
-    limits, docs = type_hints(section, include_extras=True), _docs(section.__module__)[section.__name__]
+    hints, limits = get_type_hints(section), get_type_hints(section, include_extras=True)
     return [
         Key(
             path=f"{prefix}{name}",
             hint=hints[name],
-            default=infos[name].get_default(call_default_factory=True),
-            doc=docs[name],
+            default=info.get_default(call_default_factory=True),
+            doc=" ".join((info.description or "").split()),
             bounds=" and ".join(_bounds(limits[name])),
         )
-        for name in (one.name for one in fields(cast("Any", section)))
+        for name, info in cast("Any", section).__pydantic_fields__.items()
     ]
-
-
-@cache
-def _docs(module: str) -> Mapping[str, Mapping[str, str]]:
-    """Class -> attribute -> the string under it: Python itself does not keep these."""
-    classes = [
-        node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
-    ]
-    found: dict[str, dict[str, str]] = {}
-    for node in classes:
-        pairs = zip(node.body, node.body[1:], strict=False)
-        found[node.name] = {
-            key.target.id: " ".join(str(text.value.value).split())
-            for key, text in pairs
-            if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name)
-            and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-        }  # fmt: skip
-    return found
 
 
 def _bounds(hint: Any) -> list[str]:

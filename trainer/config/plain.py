@@ -109,16 +109,14 @@ def is_stored(data: Mapping[object, object]) -> bool:
 
 
 def with_current_names(data: Mapping[str, object]) -> dict[str, Any]:
-    """The configuration of an earlier run under today's names of its keys."""
+    """The configuration of an earlier run with its keys renamed to today's names."""
     renamed = deepcopy(dict(data))
     for old, new in RENAMED.items():
-        (*sections, name), (*new_sections, new_name) = old.split("."), new.split(".")
+        # Every renamed key is in the section where it was.
+        *sections, name = old.split(".")
         section = _value_at(renamed, sections)
         if isinstance(section, dict) and name in section:
-            target: dict[str, Any] = renamed
-            for part in new_sections:
-                target = target.setdefault(part, {})
-            target[new_name] = cast("dict[str, Any]", section).pop(name)
+            section[new.rpartition(".")[2]] = cast("dict[str, Any]", section).pop(name)
     return renamed
 
 
@@ -131,15 +129,14 @@ def suggestion(path: str) -> str:
     """What to write for a key that does not exist; empty if nothing is close."""
     if path in RENAMED:
         return f"renamed to {RENAMED[path]}"
-    known, leaf = list(all_keys()), path.rpartition(".")[2]
+    known, (section, _, leaf) = list(all_keys()), path.rpartition(".")
     found = [key for key in known if key.replace(".", "_") == path.replace(".", "_")][:1]
     if not found:
         found = [key for key in known if key.rpartition(".")[2] == leaf and not all_keys()[key].is_section]
     if len(found) not in (1, 2):
         found = [OTHER_NAMES[leaf]] if leaf in OTHER_NAMES else []
     # Keys of the same section first, then those of others.
-    siblings = [key for key in known if key.rpartition(".")[0] == path.rpartition(".")[0]]
-    for candidates in (siblings, known):
+    for candidates in ([key for key in known if key.rpartition(".")[0] == section], known):
         by_leaf = {key.rpartition(".")[2]: key for key in reversed(candidates)}
         found = found or [by_leaf[word] for word in difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.7)]
     return f"did you mean {' or '.join(found)}?" if found else ""
@@ -230,15 +227,26 @@ def _refusal(key: Key, value: Any, inside: _Parts) -> str:
 
 
 def _wrong_type(hint: Any, value: object) -> str:
-    kind, how = _kind(value), ""
-    if get_origin(hint) is dict:
-        return f"expected a map of name to value, got {kind}"
+    how = ""
     if get_origin(hint) is list:
-        return f"expected a {type_text(hint)}, got {kind}; put it in brackets: [...]"
-    if hint is str and isinstance(value, int | float):
+        how = "; put it in brackets: [...]"
+    elif hint is str and isinstance(value, int | float):
         how = "; put it in quotes"
     elif hint is str and value is None:
         how = '; for an empty text write nothing after the =, in YAML ""'
+    match value:
+        case bool():
+            kind = f"the boolean {value_text(value)}"
+        case str():
+            kind = f'the text "{value}"'
+        case int() | float():
+            kind = f"the number {value_text(value)}"
+        case list():
+            kind = "a list"
+        case None:
+            kind = "null"
+        case _:
+            kind = "a section" if isinstance(value, Mapping) else type(value).__name__
     return f"expected {type_text(hint)}, got {kind}{how}"
 
 
@@ -251,17 +259,3 @@ def _no_word(key: Key, words: Sequence[str], value: object) -> str:
         return f"{text}, {custom}, which joins names by dots"
     close = close_word(str(value), words)
     return text + (f"; did you mean {close}?" if close else "") + (f"; {custom}" if takes_path else "")
-
-
-def _kind(value: object) -> str:
-    match value:
-        case bool():
-            return f"the boolean {value_text(value)}"
-        case str():
-            return f'the text "{value}"'
-        case int() | float():
-            return f"the number {value_text(value)}"
-        case list() | Mapping():
-            return "a list" if isinstance(value, list) else "a section"
-        case _:
-            return "null" if value is None else type(value).__name__

@@ -1,14 +1,10 @@
-"""Combinations of values that cannot work: mostly one row each. Pure: reads the configuration alone.
-
-Keys that merely have no effect are in `inactive.py`.
-"""
+"""Combinations of values that cannot work. Pure: reads the configuration alone. Keys without effect: `inactive.py`."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -16,14 +12,14 @@ from trainer.config.algorithm import EstimatorTraits, loss_traits, traits_of
 from trainer.config.field import is_dotted_path, value_text
 from trainer.config.inactive import BUILTIN_TASK
 from trainer.config.own_function import is_own
-from trainer.config.schema import shown
-from trainer.errors import Problem
+from trainer.config.schema import problem
 from weight_sync.vllm.compat import LORA_RANKS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from trainer.config.schema import RunConfig
+    from trainer.errors import Problem
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises what is below, and not 0, to it; the learner would compute with the lower one."""
@@ -31,9 +27,14 @@ RESERVED_NAMES = ("accuracy", "num_prompts", "pass_at", "reward")
 """Not for evaluation sets: their metrics would have the names of others, as `eval/accuracy/...` is of a reward."""
 
 _ADVANTAGE, _LOSS, _PLACEMENT = "algorithm.advantage_estimator", "algorithm.loss", "algorithm.kl.apply_to"
-_BUFFER, _FILTER = "algorithm.overlong_buffer_tokens", "algorithm.dynamic_sampling"
+_BUFFER, _FILTER, _SEQUENCES = (
+    "algorithm.overlong_buffer_tokens",
+    "algorithm.dynamic_sampling",
+    "task.agent_max_sequences",
+)
 _CORRECTION = "algorithm.correction"
 _OBJECTIVE = f"{_CORRECTION}.objective"
+_LIMITS = ("task.max_prompt_tokens", "rollout.max_response_tokens")
 _COLOCATED: Mapping[str, tuple[object, str]] = {
     "mode.in_flight": ("abort", "a sleeping engine has no cache, so its requests are returned and continue afterwards"),
     "weight_sync.commit": ("inplace", "nothing is generated while a version moves, so a shadow copy gains nothing"),
@@ -74,22 +75,31 @@ REFUSED_ENGINE_ARGS = {**{name: f"is set by {key}" for name, key in _OWN_KEYS.it
 """Engine argument -> why it is not for `rollout.engine_args`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """`key` cannot have its value while `when` holds."""
-
-    key: str
-    when: Callable[[RunConfig], bool]
-    message: str
-    """Formatted with the configuration `c` and what `_facts` adds, as the hint is."""
-    hint: str
-    related: Sequence[str] = ()
-    """The keys that it conflicts with."""
-
-
 def longest_sequence(config: RunConfig) -> int:
     """Tokens of the longest prompt with the longest response."""
     return config.task.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def check_combinations(config: RunConfig) -> list[Problem]:
+    """Every problem. Each value is known to have the right type and range."""
+    found = [problem for check in _CHECKS for problem in check(config)]
+    # What a user's own estimator needs is known once it is imported, which preflight does.
+    if not is_own(config.algorithm.advantage_estimator):
+        found += estimator_problems(config, traits_of(config.algorithm))
+    return found
+
+
+def pairing_problems(c: RunConfig) -> Iterator[Problem]:
+    """On shared accelerators: every device has one rank and one engine worker. A CPU has no devices to pair on."""
+    replicas, per_engine = c.rollout.num_replicas, c.rollout.tensor_parallel_size
+    if c.mode.shares_devices and c.learner.num_ranks != replicas * per_engine:
+        message = (
+            f"must be rollout.num_replicas * rollout.tensor_parallel_size = {replicas} * {per_engine} = "
+            f"{replicas * per_engine} with mode.name={c.mode.name}: every device has one learner rank and one engine "
+            "worker"
+        )
+        keys = ("rollout.num_replicas", "rollout.tensor_parallel_size", "mode.name")
+        yield problem(c, "learner.num_ranks", message, "change one of them", *keys)
 
 
 def _policy_steps(c: RunConfig) -> int:
@@ -100,418 +110,160 @@ def _samples(c: RunConfig) -> int:
     return c.trainer.groups_per_step * c.rollout.group_size
 
 
-def _max_requests(c: RunConfig) -> tuple[str, int]:
-    key = "max_num_seqs" if c.rollout.max_concurrency is None else "max_concurrency"
-    return f"rollout.{key}", getattr(c.rollout, key)
-
-
-def _facts(c: RunConfig) -> Mapping[str, object]:
-    """What messages may contain in addition to values of the configuration."""
-    every, kept = max(c.checkpoint.every_steps, 1), c.checkpoint.keep_every
-    return {
-        "chosen": f"{_ADVANTAGE}={c.algorithm.advantage_estimator}",
-        "loss": f"{_LOSS}={c.algorithm.loss}",
-        "held": loss_traits(c.algorithm.loss).ratio,
-        "own_bound": loss_traits(c.algorithm.loss).own_bound,
-        "mode": f"mode.name={c.mode.name}",
-        "limits": f"task.max_prompt_tokens + rollout.max_response_tokens = {longest_sequence(c)}",
-        "samples": _samples(c),
-        "policy_steps": _policy_steps(c),
-        "max_requests": "{}={}".format(*_max_requests(c)),
-        "multiple": max(1, kept // every) * every,
-        "deadline": "{}={:g}".format(*_response_deadline(c)),
-    }
-
-
-def _found(conflicts: Iterable[Conflict], config: RunConfig) -> Iterator[Problem]:
-    facts = _facts(config)
-    for one in conflicts:
-        if one.when(config):
-            message, hint = (text.format(c=config, **facts) for text in (one.message, one.hint))
-            value = shown(one.key, attrgetter(one.key)(config))
-            yield Problem(key=one.key, value=value, message=message, hint=hint, related=tuple(one.related))
-
-
-def check_combinations(config: RunConfig) -> list[Problem]:
-    """Every problem. Each value is known to have the right type and range."""
-    found = [*_found(_CONFLICTS, config)]
-    # What a user's own estimator needs is known once it is imported, which preflight does.
-    if not is_own(config.algorithm.advantage_estimator):
-        found += estimator_problems(config, traits_of(config.algorithm))
-    return [*found, *(problem for check in _CHECKS for problem in check(config))]
-
-
-def estimator_problems(config: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
-    """Keys that do not go together with an estimator of these traits."""
-    yield from _found(_estimator_conflicts(traits), config)
-    for name, weight in config.algorithm.gdpo_weights.items() if traits.uses_parts else ():
-        if weight == 0 or not math.isfinite(weight):
-            message, hint = "must be finite and not 0", "to leave out the part, leave out the entry"
-            yield Problem(key="algorithm.gdpo_weights", value=f"{name}: {weight:g}", message=message, hint=hint)
-
-
-def pairing_problems(config: RunConfig) -> Iterator[Problem]:
-    """On shared accelerators: every device has one rank and one engine worker. A CPU has no devices to pair on."""
-    rollout = config.rollout
-    num_workers = rollout.num_replicas * rollout.tensor_parallel_size
-    pairing = Conflict(
-        "learner.num_ranks",
-        lambda c: c.mode.shares_devices and c.learner.num_ranks != num_workers,
-        "must be rollout.num_replicas * rollout.tensor_parallel_size = {c.rollout.num_replicas} * "
-        f"{{c.rollout.tensor_parallel_size}} = {num_workers} with {{mode}}: every device has one learner rank and one "
-        "engine worker",
-        "change one of them",
-        ("rollout.num_replicas", "rollout.tensor_parallel_size", "mode.name"),
-    )
-    return _found([pairing], config)
-
-
-# Conditions
-
-
-def _lets_no_group_in(c: RunConfig) -> bool:
-    size, lowest, highest = c.rollout.group_size, c.task.pass_rate_min, c.task.pass_rate_max
-    return lowest <= highest and not any(lowest <= n / size <= highest for n in range(size + 1))
-
-
-def _has_sequences(c: RunConfig) -> bool:
-    return bool(c.task.agent) and c.task.agent_max_sequences > 1
-
-
-def _adds_up_within_a_sequence(c: RunConfig) -> bool:
-    # The learner takes later rewards from the tokens that follow in the same sequence.
-    algorithm = c.algorithm
-    return algorithm.kl.in_reward and not is_own(algorithm.advantage_estimator) and traits_of(algorithm).reward_to_go
-
-
-def _has_teacher(c: RunConfig) -> bool:
-    return c.algorithm.kl.coef > 0 and c.algorithm.kl.reference_model is not None
-
-
-def _selects(c: RunConfig) -> bool:
-    return bool(loss_traits(c.algorithm.loss).selects)
-
-
 def _has_kl_in_advantages(c: RunConfig) -> bool:
     return c.algorithm.kl.in_reward or c.algorithm.kl.in_advantage
 
 
-def _leaves_out(c: RunConfig) -> bool:
-    return c.algorithm.correction.mask.is_active or c.algorithm.correction.reject.is_active
-
-
-def _clamps_in_the_loss(c: RunConfig) -> bool:
-    """`clamp` then replaces the ratio that the loss contains: it must be the same one."""
-    correction = c.algorithm.correction
-    is_weighted = loss_traits(c.algorithm.loss).is_weighted
-    return is_weighted and correction.objective == "bypass" and correction.clamp.is_active
-
-
-def _is_beyond(bound: float | None, other: float | None, sign: int) -> bool:
-    return bound is not None and other is not None and sign * (bound - other) >= 0
-
-
-def _is_seeded(c: RunConfig) -> bool:
-    return c.mode.max_staleness == 0 if c.rollout.per_request_seed is None else c.rollout.per_request_seed
-
-
-def _response_deadline(c: RunConfig) -> tuple[str, float]:
-    key = "task.agent_timeout_s" if c.task.agent else "rollout.request_timeout_s"
-    return key, attrgetter(key)(c)
-
-
-_SELECTED = "selects tokens by their advantages before the step is split, and these are completed on the learner"
-_FREE_OF_BOUNDS = "or algorithm.loss=importance_sampling with no bounds on the ratio but upper ones"
-_DUPLICATE_GREEDY = "must be 1 with trainer.eval_temperature=0: greedy responses to one prompt are all the same"
-_USE_TEMPERATURE = "use trainer.eval_temperature=1.0, or one sample"
-
-_CONFLICTS: tuple[Conflict, ...] = (
-    Conflict("name", lambda c: not re.fullmatch(r"[\w.\-+]+", c.name) or c.name in {".", ".."},
-        "must be letters, digits, dot, minus, plus or underscore", "it names a directory"),
-    Conflict("ray.address", lambda c: not c.ray.address, "must be local, auto or HOST:PORT",
-        "use local for a private cluster"),
-    Conflict("model.lora.rank", lambda c: c.model.lora.rank not in (0, *LORA_RANKS),
-        f"must be 0 or one of {', '.join(map(str, LORA_RANKS))}: engines would pad any other rank",
-        "use the next larger one, it costs the engines the same"),
-    Conflict("model.lora.target_modules",
-        lambda c: c.model.lora.rank > 0 and not re.fullmatch(r"\w+(\+\w+)*", c.model.lora.target_modules),
-        "must be names of layers joined by +", "for example q_proj+v_proj"),
-    # Prompts and agents.
-    Conflict("task.train_path", lambda c: not c.task.train_path, "must name the training prompts",
-        f"use {BUILTIN_TASK} or a file"),
-    Conflict("task.curriculum",
-        lambda c: c.task.curriculum != "none" and not c.task.difficulty_column and not c.task.pass_rate_column,
-        "needs a measure of difficulty",
-        "set task.difficulty_column or task.pass_rate_column to a column of the data set",
-        ("task.difficulty_column", "task.pass_rate_column")),
-    Conflict("task.pass_rate_min", lambda c: c.task.pass_rate_min > c.task.pass_rate_max,
-        "must be at most task.pass_rate_max={c.task.pass_rate_max:g}", "for example 0.1 and 0.9",
-        ("task.pass_rate_max",)),
-    Conflict("task.pass_rate_min", _lets_no_group_in,
-        "accepts no group: with rollout.group_size={c.rollout.group_size} a pass rate is a multiple of "
-        "1/{c.rollout.group_size}, and none is in {c.task.pass_rate_min:g}..{c.task.pass_rate_max:g}",
-        "widen the bounds, or raise rollout.group_size", ("task.pass_rate_max",)),
-    Conflict("task.reward.name",
-        lambda c: not c.task.agent and c.task.reward.name == "zero" and c.algorithm.advantage_estimator != "zero",
-        "rewards nothing, and without task.agent no environment rewards the turns",
-        "set task.agent, or use another reward", ("task.agent",)),
-    Conflict("task.agent_max_sequences", lambda c: _has_sequences(c) and c.algorithm.uses_critic,
-        "must be 1: a critic's returns end with their sequence, and the outcome comes after the last one",
-        "use 1, or another estimator", (_ADVANTAGE,)),
-    Conflict("task.agent_max_sequences", lambda c: _has_sequences(c) and _adds_up_within_a_sequence(c),
-        "must be 1: with the KL in the reward, {chosen} adds up rewards within a sequence alone",
-        "use 1, or another estimator, or the KL in the loss", (_ADVANTAGE,)),
-    # The objective. The estimator that gives 0 leaves all teaching to the KL to a teacher.
-    Conflict(_ADVANTAGE,
-        lambda c: c.algorithm.advantage_estimator == "zero" and not _has_teacher(c),
-        "gives every token 0, so that only a teacher teaches, and there is none",
-        "set algorithm.kl.reference_model (and algorithm.kl.coef above 0), or use another estimator",
-        ("algorithm.kl.reference_model", "algorithm.kl.coef")),
-    Conflict(_PLACEMENT,
-        lambda c: c.algorithm.advantage_estimator == "zero" and _has_teacher(c) and c.algorithm.kl.in_reward,
-        f"cannot be reward: {_ADVANTAGE}=zero reads no reward, so nothing would be learned", "use advantage or loss",
-        (_ADVANTAGE,)),
-    Conflict("algorithm.overlong_penalty",
-        lambda c: c.algorithm.overlong_buffer_tokens > 0 and c.algorithm.overlong_penalty == 0,
-        "must be above 0: the buffer would cost nothing", f"raise it, or set {_BUFFER}=0", (_BUFFER,)),
-    Conflict(_BUFFER, lambda c: c.algorithm.overlong_buffer_tokens > c.rollout.max_response_tokens,
-        "must be at most rollout.max_response_tokens={c.rollout.max_response_tokens}",
-        "it is the last part of a response: lower it, or use 0 for no penalty", ("rollout.max_response_tokens",)),
-    Conflict("algorithm.group_filter",
-        lambda c: bool(c.algorithm.group_filter) and not is_dotted_path(c.algorithm.group_filter),
-        "must be a dotted path, package.module.function", f"or leave it empty; dynamic sampling is {_FILTER}"),
-    Conflict("algorithm.cov_min", lambda c: c.algorithm.cov_min >= c.algorithm.cov_max,
-        "must be below algorithm.cov_max={c.algorithm.cov_max:g}", "no token is between them", ("algorithm.cov_max",)),
-    Conflict("critic.warmup_steps", lambda c: c.algorithm.uses_critic and _policy_steps(c) <= 0,
-        "must be below trainer.total_steps={c.trainer.total_steps}", "the policy is never trained",
-        ("trainer.total_steps",)),
-    Conflict(_LOSS, lambda c: _selects(c) and c.algorithm.uses_critic, _SELECTED, "use ppo_clip", (_ADVANTAGE,)),
-    Conflict(_LOSS, lambda c: _selects(c) and not c.algorithm.uses_critic and _has_kl_in_advantages(c), _SELECTED,
-        "use ppo_clip", (_PLACEMENT,)),
-    Conflict("algorithm.kl.estimator", lambda c: c.algorithm.kl.in_loss and c.algorithm.kl.estimator == "k1",
-        f"has a meaningless gradient with {_PLACEMENT}=loss: its expectation is 0 everywhere",
-        "use k1_straight_through or k2, whose gradient is that of the KL", (_PLACEMENT,)),
-    Conflict("algorithm.kl.estimator",
-        lambda c: c.algorithm.kl.in_reward and c.algorithm.kl.estimator.endswith("straight_through"),
-        f"differs in its gradient alone, and with {_PLACEMENT}=reward only the value is read",
-        "use the one without _straight_through", (_PLACEMENT,)),
-    Conflict("algorithm.kl.estimator", lambda c: c.algorithm.kl.in_advantage and c.algorithm.kl.estimator != "k1",
-        f"must be k1 with {_PLACEMENT}=advantage: only its mean gradient is that of the KL there",
-        "use algorithm.kl.estimator=k1", (_PLACEMENT,)),
-    # The off-policy correction.
-    Conflict(_OBJECTIVE,
-        lambda c: c.algorithm.correction.objective == "loglinear" and c.mode.max_staleness == 0,
-        "interpolates over the age of tokens, which is always 0 with mode.max_staleness=0", "use bypass or decoupled",
-        ("mode.max_staleness",)),
-    Conflict(_OBJECTIVE,
-        lambda c: not loss_traits(c.algorithm.loss).is_weighted and c.algorithm.correction.objective != "bypass",
-        "must be bypass: {loss} contains no ratio", "use algorithm.loss=importance_sampling", (_LOSS,)),
-    Conflict(_LOSS,
-        lambda c: loss_traits(c.algorithm.loss).is_on_policy and c.algorithm.correction.objective == "bypass"
-        and c.mode.max_staleness > 0 and not _leaves_out(c),
-        "takes samples of mode.max_staleness={c.mode.max_staleness} for its own: {loss} contains no ratio",
-        "use mode=sync, algorithm.loss=importance_sampling, or a correction that masks or rejects",
-        ("mode.max_staleness", _CORRECTION)),
-    Conflict(_OBJECTIVE,
-        lambda c: loss_traits(c.algorithm.loss).is_weighted and loss_traits(c.algorithm.loss).is_bounded
-        and c.algorithm.correction.objective == "decoupled",
-        "has one update per batch, so the ratio to the policy at the start of the step is always 1, and {loss} cannot "
-        "bound it",
-        "use algorithm.loss=importance_sampling with this correction, or objective bypass or loglinear", (_LOSS,)),
-    *(Conflict(f"{_CORRECTION}.clamp.{bound}",
-        lambda c, bound=bound: _clamps_in_the_loss(c) and loss_traits(c.algorithm.loss).ratio is None
-        and getattr(c.algorithm.correction.clamp, bound) is not None,
-        f"must be null with {_OBJECTIVE}=bypass: {{loss}} {{own_bound[0]}}", "{own_bound[1]}", (_LOSS, _OBJECTIVE))
-        for bound in ("lower", "upper")),
-    Conflict(f"{_CORRECTION}.level",
-        lambda c: _clamps_in_the_loss(c)
-        and loss_traits(c.algorithm.loss).ratio not in (None, c.algorithm.correction.level),
-        f"must be {{held}} with a clamp and {_OBJECTIVE}=bypass: that is the ratio that {{loss}} contains",
-        "use {held}, or no clamp", (f"{_CORRECTION}.clamp", _LOSS, _OBJECTIVE)),
-    *(Conflict(f"{_CORRECTION}.clamp.{bound}",
-        lambda c, bound=bound, sign=sign: c.algorithm.correction.mask.metric == "ratio" and _is_beyond(
-            getattr(c.algorithm.correction.clamp, bound), getattr(c.algorithm.correction.mask, bound), sign),
-        f"has no effect because {_CORRECTION}.mask.{bound}={{c.algorithm.correction.mask.{bound}:g}} masks these",
-        f"{move} it, or use null", (f"{_CORRECTION}.mask.{bound}",))
-        for bound, sign, move in (("upper", 1, "lower"), ("lower", -1, "raise"))),
-    # Staleness and shared devices.
-    *(Conflict("mode.max_staleness",
-        lambda c, name=name, wanted=wanted: c.mode.name == name and c.mode.max_staleness != wanted,
-        f"must be {wanted} with mode.name={name}; the file of --config-name and the command line win over the group",
-        f"add mode.max_staleness={wanted}, or use mode=async, which accepts any", ("mode.name",))
-        for name, wanted in {"sync": 0, "one_step_off": 1}.items()),
-    *(Conflict(key, lambda c, key=key, value=value: c.mode.shares_devices and attrgetter(key)(c) != value,
-        f"must be {value_text(value)} with {{mode}}: {why}", "the group mode=colocated sets it", ("mode.name",))
-        for key, (value, why) in _COLOCATED.items()),
-    Conflict("trainer.eval_blocking",
-        lambda c: c.mode.shares_devices and c.evaluates_while_training and not c.trainer.eval_blocking,
-        "must be true with {mode}: engines cannot evaluate while they sleep", "the group mode=colocated sets it",
-        ("mode.name",)),
-    Conflict("weight_sync.transport",
-        lambda c: c.mode.shares_devices and c.weight_sync.transport not in {"auto", "ipc", "shm", "gloo"},
-        "connects two devices, and with {mode} learner and engine are on one", "use auto or ipc", ("mode.name",)),
-    # Engines and sampling. Whether the tokenizer has the tokens is known when it is loaded.
-    Conflict("rollout.max_model_len", lambda c: 0 < c.rollout.max_model_len < longest_sequence(c),
-        "must be at least {limits}, or 0 to follow them", "raise it or lower those",
-        ("task.max_prompt_tokens", "rollout.max_response_tokens")),
-    Conflict("learner.max_tokens_per_micro_batch",
-        lambda c: c.learner.max_tokens_per_micro_batch < longest_sequence(c),
-        "must be at least {limits}: the longest sequence must fit into one micro-batch", "raise it or lower those",
-        ("task.max_prompt_tokens", "rollout.max_response_tokens")),
-    Conflict("rollout.stop", lambda c: not all(c.rollout.stop),
-        "must not contain an empty text: it would end every response", "leave it out"),
-    Conflict("rollout.stop_token_ids", lambda c: any(token_id < 0 for token_id in c.rollout.stop_token_ids),
-        "must be ids of tokens, from 0", "use [] for none"),
-    Conflict("rollout.min_concurrency",
-        lambda c: c.rollout.concurrency == "adaptive" and c.rollout.min_concurrency >= _max_requests(c)[1],
-        "must be below {max_requests}", "lower it, or use rollout.concurrency=fixed",
-        ("rollout.max_num_seqs", "rollout.max_concurrency", "rollout.concurrency")),
-    Conflict("rollout.max_concurrency",
-        lambda c: c.rollout.concurrency == "adaptive" and _max_requests(c)[1] > c.rollout.max_num_seqs,
-        "must be at most rollout.max_num_seqs={c.rollout.max_num_seqs}: more would wait inside the engine",
-        "lower it, or use null", ("rollout.max_num_seqs", "rollout.concurrency")),
-    Conflict("rollout.max_concurrency",
-        lambda c: c.rollout.max_concurrency is not None and c.rollout.max_concurrency < c.rollout.num_workers,
-        "must be at least rollout.num_workers={c.rollout.num_workers}: each of them needs its share", "raise it",
-        ("rollout.num_workers",)),
-    Conflict("rollout.repack_below",
-        lambda c: c.rollout.repack_below is not None and _is_seeded(c) and not c.mode.shares_devices,
-        "must be null with seeded requests: a moved request continues with another seed, and timing decides what moves",
-        "leave it at null, or use rollout.per_request_seed=false", ("mode.max_staleness", "rollout.per_request_seed")),
-    # Training, checkpoints, evaluation.
-    Conflict("learner.num_ranks", lambda c: c.learner.num_ranks > _samples(c),
-        "must be at most {samples}, the samples of one step (trainer.groups_per_step x rollout.group_size)",
-        "a rank without samples does nothing", ("trainer.groups_per_step", "rollout.group_size")),
-    Conflict("learner.warmup_steps",
-        lambda c: c.learner.lr_schedule != "constant" and c.learner.warmup_steps >= _policy_steps(c),
-        "leaves no step for the {c.learner.lr_schedule} schedule; must be below {policy_steps}, the steps that train "
-        "the policy",
-        "lower it or raise trainer.total_steps",
-        ("trainer.total_steps", "learner.lr_schedule", "critic.warmup_steps")),
-    Conflict("checkpoint.keep_every",
-        lambda c: c.checkpoint.every_steps > 0 and c.checkpoint.keep_every % c.checkpoint.every_steps > 0,
-        "must be a multiple of checkpoint.every_steps={c.checkpoint.every_steps}: no other step is saved",
-        "for example {multiple}", ("checkpoint.every_steps",)),
-    Conflict("trainer.stop_at_accuracy", lambda c: not c.evaluates and c.trainer.stop_at_accuracy is not None,
-        "is never reached: evaluation is off", "set task.eval_path and eval_every",
-        ("task.eval_path", "trainer.eval_every", "trainer.eval_at_start", "trainer.eval_at_end")),
-    Conflict("task.eval_sets", lambda c: bool(c.task.eval_sets) and not c.task.eval_path,
-        "are in addition to task.eval_path, which is empty",
-        "name one of them there (eval/accuracy and trainer.stop_at_accuracy are about it), or ~task.eval_sets",
-        ("task.eval_path", "trainer.eval_every")),
-    Conflict("trainer.eval_temperature",
-        lambda c: c.evaluates and 0 < c.trainer.eval_temperature < MIN_TEMPERATURE,
-        f"must be 0 or at least {MIN_TEMPERATURE}: vLLM would sample at {MIN_TEMPERATURE}",
-        "use 0 for greedy responses"),
-    Conflict("trainer.eval_samples",
-        lambda c: c.evaluates and c.trainer.eval_samples > 1 and c.trainer.eval_temperature == 0,
-        _DUPLICATE_GREEDY, _USE_TEMPERATURE, ("trainer.eval_temperature",)),
-    Conflict("trainer.eval_pass_k",
-        lambda c: c.evaluates and c.trainer.eval_pass_k is not None and c.trainer.eval_pass_k > c.trainer.eval_samples,
-        "must be at most trainer.eval_samples={c.trainer.eval_samples}: there is no estimate beyond it",
-        "raise trainer.eval_samples", ("trainer.eval_samples",)),
-    Conflict("trainer.eval_timeout_s", lambda c: c.evaluates and c.trainer.eval_timeout_s < _response_deadline(c)[1],
-        "must be at least {deadline}: a single response may take that long", "raise it, or lower that",
-        ("task.agent_timeout_s", "rollout.request_timeout_s")),
-)  # fmt: skip
-
-
-def _estimator_conflicts(t: EstimatorTraits) -> Sequence[Conflict]:
-    def is_filtered(c: RunConfig) -> bool:
-        return c.algorithm.dynamic_sampling and not t.greedy_baseline
-
-    return (
-        Conflict("rollout.group_size", lambda c: t.needs_peers and c.rollout.group_size == 1,
-            "must be >= 2: {chosen} compares the responses of a group",
-            "use rollout.group_size=8, or algorithm.advantage_estimator=reinforce", (_ADVANTAGE,)),
-        Conflict("trainer.groups_per_step", lambda c: not t.needs_peers and t.spans_step and _samples(c) == 1,
-            "must be >= 2 with one response per group: {chosen} normalises over the responses of a step",
-            "every advantage would be 0; raise it", ("rollout.group_size", _ADVANTAGE)),
-        # With gpg the count of responses with a reward other than 0 must be one of right responses.
-        *(Conflict("algorithm.gpg_scale",
-            lambda c, key=key: c.algorithm.advantage_estimator == "gpg" and c.algorithm.gpg_scale == "nonzero_rewards"
-            and bool(attrgetter(key)(c)),
-            f"counts responses with a reward other than 0, {why}", "use valid_groups", (key,))
-            for key, why in {
-                _BUFFER: "which the overlong penalty makes of wrong ones",
-                "task.agent": "and turns may be rewarded regardless of the value of the response",
-            }.items()),
-        Conflict(_BUFFER,
-            lambda c: t.uses_parts and is_own(c.algorithm.advantage_estimator)
-            and c.algorithm.overlong_buffer_tokens > 0,
-            "has no effect because {chosen} takes the parts of the reward, shaping changes their total",
-            "leave it at 0", (_ADVANTAGE,)),
-        Conflict("task.agent", lambda c: t.uses_parts and bool(c.task.agent),
-            "may reward turns, which are no named part of a reward: {chosen} would not see them",
-            "use an estimator of the total reward", (_ADVANTAGE,)),
-        *(Conflict(f"algorithm.on_failure.{name}",
-            lambda c, name=name: t.uses_parts and getattr(c.algorithm.on_failure, name) == "zero",
-            "gives no parts of a reward, which {chosen} reads", "use drop", (_ADVANTAGE,))
-            for name in ("timeout", "reward_timeout")),
-        Conflict("rollout.top_k", lambda c: c.rollout.top_k == 1 and (t.needs_peers or t.greedy_baseline),
-            "samples greedily: {chosen} compares with "
-            f"{'the greedy response' if t.greedy_baseline else 'the responses of a group'}, which would be the same",
-            "use 0, or 2 and more", (_ADVANTAGE,)),
-        # Dynamic sampling drops groups of equal rewards: wrong where those would teach something. With a greedy
-        # baseline it drops the groups whose every response has the reward of that one, whatever their size.
-        Conflict(_FILTER, lambda c: is_filtered(c) and c.rollout.group_size == 1,
-            "drops every group: one response never differs from itself", "use false", ("rollout.group_size",)),
-        Conflict(_FILTER, lambda c: is_filtered(c) and c.rollout.group_size > 1 and not t.needs_peers,
-            "drops groups that teach: {chosen} does not compare the responses of a group", "use false", (_ADVANTAGE,)),
-        Conflict(_FILTER, lambda c: is_filtered(c) and c.rollout.group_size > 1 and t.needs_peers and t.uses_parts,
-            "looks at the total reward: {chosen} also learns from responses that differ in their parts alone",
-            "use false", (_ADVANTAGE,)),
-        Conflict(_FILTER, lambda c: c.algorithm.dynamic_sampling and _has_kl_in_advantages(c),
-            "ignores the KL: groups of equal rewards still differ in it", "use false", (_PLACEMENT,)),
-        # Estimators that have no meaning on rewards less the KL.
-        Conflict(_PLACEMENT, lambda c: c.algorithm.kl.in_reward and t.uses_parts,
-            "cannot be reward: {chosen} takes the parts of the reward, the KL changes their total",
-            "use loss, or another estimator", (_ADVANTAGE,)),
-        Conflict(_PLACEMENT,
-            lambda c: c.algorithm.kl.in_reward and is_own(c.algorithm.advantage_estimator) and t.reward_to_go,
-            "cannot be reward: {chosen} declares reward_to_go, and on the learner nothing would call it",
-            "use loss, or another estimator", (_ADVANTAGE,)),
-        Conflict(_PLACEMENT, lambda c: c.algorithm.kl.in_reward and c.algorithm.advantage_estimator == "gpg",
-            "cannot be reward: gpg counts responses that teach nothing, and with the KL every response differs",
-            "use loss, or another estimator", (_ADVANTAGE,)),
-        Conflict("algorithm.mask_truncated",
-            lambda c: c.algorithm.kl.in_reward and c.algorithm.mask_truncated and (t.needs_peers or t.spans_step),
-            "excludes truncated responses before their KL is known, and {chosen} compares with them",
-            "use false, or the KL in the loss", (_PLACEMENT, _ADVANTAGE)),
-    )  # fmt: skip
-
-
-# What a row cannot say: entries of maps, and one message for several keys
-
-
-def _values(config: RunConfig) -> Iterator[Problem]:
-    task = config.task
-    for name in config.device.env:
+def _general(c: RunConfig) -> Iterator[Problem]:
+    if not re.fullmatch(r"[\w.\-+]+", c.name) or c.name in {".", ".."}:
+        yield problem(c, "name", "must be letters, digits, dot, minus, plus or underscore", "it names a directory")
+    for name in c.device.env:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            yield Problem(key="device.env", value=name, message="is not the name of an environment variable")
+            yield problem(c, "device.env", "is not the name of an environment variable", value=name)
+    if not c.ray.address:
+        yield problem(c, "ray.address", "must be local, auto or HOST:PORT", "use local for a private cluster")
+    if c.model.lora.rank not in (0, *LORA_RANKS):
+        ranks = ", ".join(map(str, LORA_RANKS))
+        hint = "use the next larger one, it costs the engines the same"
+        yield problem(c, "model.lora.rank", f"must be 0 or one of {ranks}: engines would pad any other rank", hint)
+    if c.model.lora.rank > 0 and not re.fullmatch(r"\w+(\+\w+)*", c.model.lora.target_modules):
+        message = "must be names of layers joined by +"
+        yield problem(c, "model.lora.target_modules", message, "for example q_proj+v_proj")
+
+
+def _prompts(c: RunConfig) -> Iterator[Problem]:
+    task = c.task
+    if not task.train_path:
+        yield problem(c, "task.train_path", "must name the training prompts", f"use {BUILTIN_TASK} or a file")
     for key, path in {"task.train_path": task.train_path, **task.held_out_paths}.items():
-        message = hint = ""
         if path and task.reader == "arithmetic" and path != BUILTIN_TASK:
-            message, hint = (
-                f"reads {BUILTIN_TASK} only, not {key}={path}",
-                "use task.reader=auto, or jsonl, parquet or hf",
-            )
+            hint = "use task.reader=auto, or jsonl, parquet or hf"
+            yield problem(c, "task.reader", f"reads {BUILTIN_TASK} only, not {key}={path}", hint, key)
         elif task.reader not in {"auto", "arithmetic"} and path == BUILTIN_TASK:
-            message, hint = f"cannot read {key}={path}", f"use task.reader=auto, or set {key} too"
-        if message:
-            yield Problem(key="task.reader", value=task.reader, message=message, hint=hint, related=(key,))
+            hint = f"use task.reader=auto, or set {key} too"
+            yield problem(c, "task.reader", f"cannot read {key}={path}", hint, key)
     try:
         json.dumps(task.chat_template_kwargs, allow_nan=False)
     except (TypeError, ValueError) as error:
-        message = f"must be values of JSON: {error}"
         hint = "use texts, finite numbers, true, false, null, and lists and maps of these"
-        value = str(task.chat_template_kwargs)
-        yield Problem(key="task.chat_template_kwargs", value=value, message=message, hint=hint)
+        yield problem(c, "task.chat_template_kwargs", f"must be values of JSON: {error}", hint)
+    if task.curriculum != "none" and not task.difficulty_column and not task.pass_rate_column:
+        hint = "set task.difficulty_column or task.pass_rate_column to a column of the data set"
+        columns = ("task.difficulty_column", "task.pass_rate_column")
+        yield problem(c, "task.curriculum", "needs a measure of difficulty", hint, *columns)
+    lowest, highest, size = task.pass_rate_min, task.pass_rate_max, c.rollout.group_size
+    message = hint = ""
+    if lowest > highest:
+        message, hint = f"must be at most task.pass_rate_max={highest:g}", "for example 0.1 and 0.9"
+    elif not any(lowest <= n / size <= highest for n in range(size + 1)):
+        message = (
+            f"accepts no group: with rollout.group_size={size} a pass rate is a multiple of 1/{size}, and none is in "
+            f"{lowest:g}..{highest:g}"
+        )
+        hint = "widen the bounds, or raise rollout.group_size"
+    if message:
+        yield problem(c, "task.pass_rate_min", message, hint, "task.pass_rate_max")
+    if not task.agent and task.reward.name == "zero" and c.algorithm.advantage_estimator != "zero":
+        message = "rewards nothing, and without task.agent no environment rewards the turns"
+        yield problem(c, "task.reward.name", message, "set task.agent, or use another reward", "task.agent")
 
 
-def _bounds(config: RunConfig) -> Iterator[Problem]:
+def _objective(c: RunConfig) -> Iterator[Problem]:
+    algorithm, kl = c.algorithm, c.algorithm.kl
+    chosen = f"{_ADVANTAGE}={algorithm.advantage_estimator}"
+    if c.task.agent and c.task.agent_max_sequences > 1:
+        if algorithm.uses_critic:
+            message = "must be 1: a critic's returns end with their sequence, and the outcome comes after the last one"
+            yield problem(c, _SEQUENCES, message, "use 1, or another estimator", _ADVANTAGE)
+        # The learner takes later rewards from the tokens that follow in the same sequence.
+        elif kl.in_reward and not is_own(algorithm.advantage_estimator) and traits_of(algorithm).reward_to_go:
+            message = f"must be 1: with the KL in the reward, {chosen} adds up rewards within a sequence alone"
+            yield problem(c, _SEQUENCES, message, "use 1, or another estimator, or the KL in the loss", _ADVANTAGE)
+    if algorithm.advantage_estimator == "zero":  # all teaching is left to the KL to a teacher
+        if kl.coef == 0 or kl.reference_model is None:
+            message = "gives every token 0, so that only a teacher teaches, and there is none"
+            hint = "set algorithm.kl.reference_model (and algorithm.kl.coef above 0), or use another estimator"
+            yield problem(c, _ADVANTAGE, message, hint, "algorithm.kl.reference_model", "algorithm.kl.coef")
+        elif kl.in_reward:
+            message = f"cannot be reward: {_ADVANTAGE}=zero reads no reward, so nothing would be learned"
+            yield problem(c, _PLACEMENT, message, "use advantage or loss", _ADVANTAGE)
+    if algorithm.overlong_buffer_tokens > 0 and algorithm.overlong_penalty == 0:
+        message, hint = "must be above 0: the buffer would cost nothing", f"raise it, or set {_BUFFER}=0"
+        yield problem(c, "algorithm.overlong_penalty", message, hint, _BUFFER)
+    if algorithm.overlong_buffer_tokens > c.rollout.max_response_tokens:
+        message = f"must be at most rollout.max_response_tokens={c.rollout.max_response_tokens}"
+        hint = "it is the last part of a response: lower it, or use 0 for no penalty"
+        yield problem(c, _BUFFER, message, hint, "rollout.max_response_tokens")
+    if algorithm.group_filter and not is_dotted_path(algorithm.group_filter):
+        hint = f"or leave it empty; dynamic sampling is {_FILTER}"
+        yield problem(c, "algorithm.group_filter", "must be a dotted path, package.module.function", hint)
+    if algorithm.cov_min >= algorithm.cov_max:
+        message = f"must be below algorithm.cov_max={algorithm.cov_max:g}"
+        yield problem(c, "algorithm.cov_min", message, "no token is between them", "algorithm.cov_max")
+    if algorithm.uses_critic and _policy_steps(c) <= 0:
+        message = f"must be below trainer.total_steps={c.trainer.total_steps}"
+        yield problem(c, "critic.warmup_steps", message, "the policy is never trained", "trainer.total_steps")
+    if loss_traits(algorithm.loss).selects and (algorithm.uses_critic or _has_kl_in_advantages(c)):
+        message = "selects tokens by their advantages before the step is split, and these are completed on the learner"
+        yield problem(c, _LOSS, message, "use ppo_clip", _ADVANTAGE if algorithm.uses_critic else _PLACEMENT)
+    message = hint = ""
+    if kl.in_loss and kl.estimator == "k1":
+        message = f"has a meaningless gradient with {_PLACEMENT}=loss: its expectation is 0 everywhere"
+        hint = "use k1_straight_through or k2, whose gradient is that of the KL"
+    elif kl.in_reward and kl.estimator.endswith("straight_through"):
+        message = f"differs in its gradient alone, and with {_PLACEMENT}=reward only the value is read"
+        hint = "use the one without _straight_through"
+    elif kl.in_advantage and kl.estimator != "k1":
+        message = f"must be k1 with {_PLACEMENT}=advantage: only its mean gradient is that of the KL there"
+        hint = "use algorithm.kl.estimator=k1"
+    if message:
+        yield problem(c, "algorithm.kl.estimator", message, hint, _PLACEMENT)
+
+
+def _correction(c: RunConfig) -> Iterator[Problem]:
+    loss, correction, staleness = loss_traits(c.algorithm.loss), c.algorithm.correction, c.mode.max_staleness
+    clamp, mask, is_bypass = correction.clamp, correction.mask, correction.objective == "bypass"
+    named = f"{_LOSS}={c.algorithm.loss}"
+    if correction.objective == "loglinear" and staleness == 0:
+        message = "interpolates over the age of tokens, which is always 0 with mode.max_staleness=0"
+        yield problem(c, _OBJECTIVE, message, "use bypass or decoupled", "mode.max_staleness")
+    if not loss.is_weighted and not is_bypass:
+        message, hint = f"must be bypass: {named} contains no ratio", "use algorithm.loss=importance_sampling"
+        yield problem(c, _OBJECTIVE, message, hint, _LOSS)
+    if loss.is_on_policy and is_bypass and staleness > 0 and not mask.is_active and not correction.reject.is_active:
+        message = f"takes samples of mode.max_staleness={staleness} for its own: {named} contains no ratio"
+        hint = "use mode=sync, algorithm.loss=importance_sampling, or a correction that masks or rejects"
+        yield problem(c, _LOSS, message, hint, "mode.max_staleness", _CORRECTION)
+    if loss.is_weighted and loss.is_bounded and correction.objective == "decoupled":
+        message = (
+            "has one update per batch, so the ratio to the policy at the start of the step is always 1, and "
+            f"{named} cannot bound it"
+        )
+        hint = "use algorithm.loss=importance_sampling with this correction, or objective bypass or loglinear"
+        yield problem(c, _OBJECTIVE, message, hint, _LOSS)
+    if loss.is_weighted and is_bypass and clamp.is_active:
+        # The clamped ratio replaces the one that the loss contains: it must be the same one.
+        for bound in ("lower", "upper") if loss.ratio is None else ():
+            if getattr(clamp, bound) is not None:
+                message = f"must be null with {_OBJECTIVE}=bypass: {named} {loss.own_bound[0]}"
+                yield problem(c, f"{_CORRECTION}.clamp.{bound}", message, loss.own_bound[1], _LOSS, _OBJECTIVE)
+        if loss.ratio not in (None, correction.level):
+            message = (
+                f"must be {loss.ratio} with a clamp and {_OBJECTIVE}=bypass: that is the ratio that {named} contains"
+            )
+            keys = (f"{_CORRECTION}.clamp", _LOSS, _OBJECTIVE)
+            yield problem(c, f"{_CORRECTION}.level", message, f"use {loss.ratio}, or no clamp", *keys)
+    for bound, sign, move in (("upper", 1, "lower"), ("lower", -1, "raise")):
+        clamped, masked = getattr(clamp, bound), getattr(mask, bound)
+        if mask.metric == "ratio" and None not in (clamped, masked) and sign * (clamped - masked) >= 0:
+            key = f"{_CORRECTION}.mask.{bound}"
+            message = f"has no effect because {key}={masked:g} masks these"
+            yield problem(c, f"{_CORRECTION}.clamp.{bound}", message, f"{move} it, or use null", key)
+
+
+def _correction_bounds(c: RunConfig) -> Iterator[Problem]:
     """Bounds that cut nothing, or also the tokens on which both policies agree."""
-    correction = config.algorithm.correction
+    correction = c.algorithm.correction
     metrics = {"clamp": "ratio", "mask": correction.mask.metric, "reject": correction.reject.metric}
     for action, metric in metrics.items():
         bounds, agreed = getattr(correction, action), 1.0 if metric == "ratio" else 0.0
@@ -525,53 +277,179 @@ def _bounds(config: RunConfig) -> Iterator[Problem]:
         if bounds.upper is not None and bounds.upper <= agreed:
             found["upper"] = f"must be above {where}", "raise it, or use null"
         for bound, (message, hint) in found.items():
-            value = value_text(getattr(bounds, bound))
-            yield Problem(
-                key=f"{_CORRECTION}.{action}.{bound}", value=value, message=message, hint=hint, related=related
-            )
+            yield problem(c, f"{_CORRECTION}.{action}.{bound}", message, hint, *related)
 
 
-def _truncated_sampling(config: RunConfig) -> Iterator[Problem]:
+def _truncated_sampling(c: RunConfig) -> Iterator[Problem]:
     """Sampling from a part of the vocabulary together with something that acts on the ratio of learner and engine.
 
     Engines report the log-prob of a token among those that `top_p` and `top_k` left, the learner that among all. Equal
     weights then have a ratio below 1: the right weight of the token, and not one that a bound may cut.
     """
-    rollout, acts = config.rollout, _acts_on_ratio(config)
-    if acts is None:
-        return
-    does = "acts on that" if loss_traits(config.algorithm.loss).is_weighted else "has none"
-    why = f"among fewer tokens equal weights have a ratio of learner to engine below 1, and {acts} {does}"
-    for name, neutral, is_set in (("top_p", 1, rollout.top_p < 1), ("top_k", 0, rollout.top_k > 0)):
-        if is_set:
-            yield Problem(
-                key=f"rollout.{name}",
-                value=value_text(getattr(rollout, name)),
-                message=f"must be {neutral}: {why}",
-                hint=f"use {neutral}, {_FREE_OF_BOUNDS}",
-                related=(acts.partition("=")[0],),
-            )
-
-
-def _acts_on_ratio(config: RunConfig) -> str | None:
-    """The first key under which a ratio below 1 for equal weights is taken for a policy that has moved."""
-    algorithm, correction = config.algorithm, config.algorithm.correction
-    acts = {
-        f"{_LOSS}={algorithm.loss}": loss_traits(algorithm.loss).is_bounded,
-        f"{_PLACEMENT}={algorithm.kl.apply_to}": algorithm.kl.in_reward or algorithm.kl.in_advantage,
+    algorithm, correction, loss = c.algorithm, c.algorithm.correction, loss_traits(c.algorithm.loss)
+    conditions = {
+        f"{_LOSS}={algorithm.loss}": loss.is_bounded,
+        f"{_PLACEMENT}={algorithm.kl.apply_to}": _has_kl_in_advantages(c),
         f"{_OBJECTIVE}=loglinear": correction.objective == "loglinear",
         f"{_CORRECTION}.clamp.lower": correction.clamp.lower is not None,
         f"{_CORRECTION}.mask.lower": correction.mask.lower is not None,
         f"{_CORRECTION}.mask.metric": correction.mask.is_active and correction.mask.metric != "ratio",
         f"{_CORRECTION}.reject": correction.reject.is_active,
     }
-    return next((key for key, is_set in acts.items() if is_set), None)
+    acts = next((key for key, is_set in conditions.items() if is_set), None)
+    if acts is None:
+        return
+    does = "acts on that" if loss.is_weighted else "has none"
+    why = f"among fewer tokens equal weights have a ratio of learner to engine below 1, and {acts} {does}"
+    free = "or algorithm.loss=importance_sampling with no bounds on the ratio but upper ones"
+    for name, neutral, is_set in (("top_p", 1, c.rollout.top_p < 1), ("top_k", 0, c.rollout.top_k > 0)):
+        if is_set:
+            key, message = acts.partition("=")[0], f"must be {neutral}: {why}"
+            yield problem(c, f"rollout.{name}", message, f"use {neutral}, {free}", key)
 
 
-def _engine_args(config: RunConfig) -> Iterator[Problem]:
+def estimator_problems(c: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
+    """Keys that do not go together with an estimator of these traits."""
+    name, kl, size = c.algorithm.advantage_estimator, c.algorithm.kl, c.rollout.group_size
+    chosen, needs_peers, uses_parts = f"{_ADVANTAGE}={name}", traits.needs_peers, traits.uses_parts
+    if needs_peers and size == 1:
+        message = f"must be >= 2: {chosen} compares the responses of a group"
+        hint = "use rollout.group_size=8, or algorithm.advantage_estimator=reinforce"
+        yield problem(c, "rollout.group_size", message, hint, _ADVANTAGE)
+    if not needs_peers and traits.spans_step and _samples(c) == 1:
+        message = f"must be >= 2 with one response per group: {chosen} normalises over the responses of a step"
+        hint = "every advantage would be 0; raise it"
+        yield problem(c, "trainer.groups_per_step", message, hint, "rollout.group_size", _ADVANTAGE)
+    # With gpg the count of responses with a reward other than 0 must be one of right responses.
+    for key, why in {
+        _BUFFER: "which the overlong penalty makes of wrong ones",
+        "task.agent": "and turns may be rewarded regardless of the value of the response",
+    }.items():
+        if name == "gpg" and c.algorithm.gpg_scale == "nonzero_rewards" and attrgetter(key)(c):
+            message = f"counts responses with a reward other than 0, {why}"
+            yield problem(c, "algorithm.gpg_scale", message, "use valid_groups", key)
+    if uses_parts:
+        for part, weight in c.algorithm.gdpo_weights.items():
+            if weight == 0 or not math.isfinite(weight):
+                hint, value = "to leave out the part, leave out the entry", f"{part}: {weight:g}"
+                yield problem(c, "algorithm.gdpo_weights", "must be finite and not 0", hint, value=value)
+        if is_own(name) and c.algorithm.overlong_buffer_tokens > 0:
+            message = f"has no effect because {chosen} takes the parts of the reward, shaping changes their total"
+            yield problem(c, _BUFFER, message, "leave it at 0", _ADVANTAGE)
+        if c.task.agent:
+            message = f"may reward turns, which are no named part of a reward: {chosen} would not see them"
+            yield problem(c, "task.agent", message, "use an estimator of the total reward", _ADVANTAGE)
+        for failure in ("timeout", "reward_timeout"):
+            if getattr(c.algorithm.on_failure, failure) == "zero":
+                message = f"gives no parts of a reward, which {chosen} reads"
+                yield problem(c, f"algorithm.on_failure.{failure}", message, "use drop", _ADVANTAGE)
+    if c.rollout.top_k == 1 and (needs_peers or traits.greedy_baseline):
+        others = "the greedy response" if traits.greedy_baseline else "the responses of a group"
+        message = f"samples greedily: {chosen} compares with {others}, which would be the same"
+        yield problem(c, "rollout.top_k", message, "use 0, or 2 and more", _ADVANTAGE)
+    if c.algorithm.dynamic_sampling:
+        yield from _dynamic_sampling(c, traits)
+    if kl.in_reward:  # estimators that have no meaning on rewards less the KL
+        message, hint = "", "use loss, or another estimator"
+        if uses_parts:
+            message = f"{chosen} takes the parts of the reward, the KL changes their total"
+        elif is_own(name) and traits.reward_to_go:
+            message = f"{chosen} declares reward_to_go, and on the learner nothing would call it"
+        elif name == "gpg":
+            message = "gpg counts responses that teach nothing, and with the KL every response differs"
+        if message:
+            yield problem(c, _PLACEMENT, f"cannot be reward: {message}", hint, _ADVANTAGE)
+        if c.algorithm.mask_truncated and (needs_peers or traits.spans_step):
+            message = f"excludes truncated responses before their KL is known, and {chosen} compares with them"
+            hint = "use false, or the KL in the loss"
+            yield problem(c, "algorithm.mask_truncated", message, hint, _PLACEMENT, _ADVANTAGE)
+
+
+def _dynamic_sampling(c: RunConfig, traits: EstimatorTraits) -> Iterator[Problem]:
+    """It drops groups of equal rewards: wrong where those would teach something. With a greedy baseline it drops the
+    groups whose every response has the reward of that one, whatever their size."""
+    chosen = f"{_ADVANTAGE}={c.algorithm.advantage_estimator}"
+    found: dict[str, str] = {}
+    if not traits.greedy_baseline:
+        if c.rollout.group_size == 1:
+            found["rollout.group_size"] = "drops every group: one response never differs from itself"
+        elif not traits.needs_peers:
+            found[_ADVANTAGE] = f"drops groups that teach: {chosen} does not compare the responses of a group"
+        elif traits.uses_parts:
+            found[_ADVANTAGE] = (
+                f"looks at the total reward: {chosen} also learns from responses that differ in their parts alone"
+            )
+    if _has_kl_in_advantages(c):
+        found[_PLACEMENT] = "ignores the KL: groups of equal rewards still differ in it"
+    for key, message in found.items():
+        yield problem(c, _FILTER, message, "use false", key)
+
+
+def _modes(c: RunConfig) -> Iterator[Problem]:
+    name, staleness = c.mode.name, c.mode.max_staleness
+    wanted = {"sync": 0, "one_step_off": 1}.get(name, staleness)
+    if staleness != wanted:
+        message = (
+            f"must be {wanted} with mode.name={name}; the file of --config-name and the command line win over the group"
+        )
+        hint = f"add mode.max_staleness={wanted}, or use mode=async, which accepts any"
+        yield problem(c, "mode.max_staleness", message, hint, "mode.name")
+    if not c.mode.shares_devices:
+        return
+    for key, (value, why) in _COLOCATED.items():
+        if attrgetter(key)(c) != value:
+            message = f"must be {value_text(value)} with mode.name={name}: {why}"
+            yield problem(c, key, message, "the group mode=colocated sets it", "mode.name")
+    if c.evaluates_while_training and not c.trainer.eval_blocking:
+        message = f"must be true with mode.name={name}: engines cannot evaluate while they sleep"
+        yield problem(c, "trainer.eval_blocking", message, "the group mode=colocated sets it", "mode.name")
+    if c.weight_sync.transport not in {"auto", "ipc", "shm", "gloo"}:
+        message = f"connects two devices, and with mode.name={name} learner and engine are on one"
+        yield problem(c, "weight_sync.transport", message, "use auto or ipc", "mode.name")
+
+
+def _engines(c: RunConfig) -> Iterator[Problem]:
+    """Whether the tokenizer has the tokens is known when it is loaded."""
+    rollout, longest = c.rollout, longest_sequence(c)
+    limits = f"must be at least {' + '.join(_LIMITS)} = {longest}"
+    if 0 < rollout.max_model_len < longest:
+        message = f"{limits}, or 0 to follow them"
+        yield problem(c, "rollout.max_model_len", message, "raise it or lower those", *_LIMITS)
+    if c.learner.max_tokens_per_micro_batch < longest:
+        message = f"{limits}: the longest sequence must fit into one micro-batch"
+        yield problem(c, "learner.max_tokens_per_micro_batch", message, "raise it or lower those", *_LIMITS)
+    if not all(rollout.stop):
+        yield problem(c, "rollout.stop", "must not contain an empty text: it would end every response", "leave it out")
+    if any(token_id < 0 for token_id in rollout.stop_token_ids):
+        yield problem(c, "rollout.stop_token_ids", "must be ids of tokens, from 0", "use [] for none")
+    if rollout.concurrency == "adaptive":
+        name = "max_num_seqs" if rollout.max_concurrency is None else "max_concurrency"
+        highest = getattr(rollout, name)
+        if rollout.min_concurrency >= highest:
+            message, hint = f"must be below rollout.{name}={highest}", "lower it, or use rollout.concurrency=fixed"
+            keys = ("rollout.max_num_seqs", "rollout.max_concurrency", "rollout.concurrency")
+            yield problem(c, "rollout.min_concurrency", message, hint, *keys)
+        if highest > rollout.max_num_seqs:
+            message = f"must be at most rollout.max_num_seqs={rollout.max_num_seqs}: more would wait inside the engine"
+            keys = ("rollout.max_num_seqs", "rollout.concurrency")
+            yield problem(c, "rollout.max_concurrency", message, "lower it, or use null", *keys)
+    if rollout.max_concurrency is not None and rollout.max_concurrency < rollout.num_workers:
+        message = f"must be at least rollout.num_workers={rollout.num_workers}: each of them needs its share"
+        yield problem(c, "rollout.max_concurrency", message, "raise it", "rollout.num_workers")
+    is_seeded = c.mode.max_staleness == 0 if rollout.per_request_seed is None else rollout.per_request_seed
+    if rollout.repack_below is not None and is_seeded and not c.mode.shares_devices:
+        message = (
+            "must be null with seeded requests: a moved request continues with another seed, and timing decides what "
+            "moves"
+        )
+        hint = "leave it at null, or use rollout.per_request_seed=false"
+        yield problem(c, "rollout.repack_below", message, hint, "mode.max_staleness", "rollout.per_request_seed")
+
+
+def _engine_args(c: RunConfig) -> Iterator[Problem]:
     """Arguments that are ours to set, or that break what a run relies on."""
-    limit = config.rollout.max_num_seqs
-    for name, value in config.rollout.engine_args.items():
+    limit = c.rollout.max_num_seqs
+    for name, value in c.rollout.engine_args.items():
         hint, related = "leave it out", ()
         if name == "max_num_batched_tokens" and isinstance(value, int) and value < limit:
             message = f"{name} must be at least rollout.max_num_seqs={limit}: a step has a token of each"
@@ -584,32 +462,79 @@ def _engine_args(config: RunConfig) -> Iterator[Problem]:
             message = f"must not contain {name}: {_RELIED_ON[name]}"
         else:
             continue
-        yield Problem(key="rollout.engine_args", value=f"{name}: {value}", message=message, hint=hint, related=related)
+        yield problem(c, "rollout.engine_args", message, hint, *related, value=f"{name}: {value}")
 
 
-def _eval_sets(config: RunConfig) -> Iterator[Problem]:
-    trainer = config.trainer
-    for name, one in config.task.eval_sets.items() if config.evaluates else ():
-        key, samples = f"task.eval_sets.{name}", one.samples or 0
+def _training(c: RunConfig) -> Iterator[Problem]:
+    learner, every = c.learner, c.checkpoint.every_steps
+    if learner.num_ranks > _samples(c):
+        message = (
+            f"must be at most {_samples(c)}, the samples of one step (trainer.groups_per_step x rollout.group_size)"
+        )
+        hint = "a rank without samples does nothing"
+        yield problem(c, "learner.num_ranks", message, hint, "trainer.groups_per_step", "rollout.group_size")
+    if learner.lr_schedule != "constant" and learner.warmup_steps >= _policy_steps(c):
+        message = (
+            f"leaves no step for the {learner.lr_schedule} schedule; must be below {_policy_steps(c)}, the steps that "
+            "train the policy"
+        )
+        keys = ("trainer.total_steps", "learner.lr_schedule", "critic.warmup_steps")
+        yield problem(c, "learner.warmup_steps", message, "lower it or raise trainer.total_steps", *keys)
+    if every > 0 and c.checkpoint.keep_every % every > 0:
+        message = f"must be a multiple of checkpoint.every_steps={every}: no other step is saved"
+        hint = f"for example {max(1, c.checkpoint.keep_every // every) * every}"
+        yield problem(c, "checkpoint.keep_every", message, hint, "checkpoint.every_steps")
+
+
+def _evaluation(c: RunConfig) -> Iterator[Problem]:
+    trainer, task = c.trainer, c.task
+    if not c.evaluates and trainer.stop_at_accuracy is not None:
+        keys = ("task.eval_path", "trainer.eval_every", "trainer.eval_at_start", "trainer.eval_at_end")
+        hint = "set task.eval_path and eval_every"
+        yield problem(c, "trainer.stop_at_accuracy", "is never reached: evaluation is off", hint, *keys)
+    if task.eval_sets and not task.eval_path:
+        hint = "name one of them there (eval/accuracy and trainer.stop_at_accuracy are about it), or ~task.eval_sets"
+        message = "are in addition to task.eval_path, which is empty"
+        yield problem(c, "task.eval_sets", message, hint, "task.eval_path", "trainer.eval_every")
+    if not c.evaluates:
+        return
+    if 0 < trainer.eval_temperature < MIN_TEMPERATURE:
+        message = f"must be 0 or at least {MIN_TEMPERATURE}: vLLM would sample at {MIN_TEMPERATURE}"
+        yield problem(c, "trainer.eval_temperature", message, "use 0 for greedy responses")
+    # Key -> its number of responses per prompt; 0: not set there.
+    samples = {"trainer.eval_samples": trainer.eval_samples} | {
+        f"task.eval_sets.{name}.samples": one.samples or 0 for name, one in task.eval_sets.items()
+    }
+    for key, count in samples.items():
+        if count > 1 and trainer.eval_temperature == 0:
+            message = "must be 1 with trainer.eval_temperature=0: greedy responses to one prompt are all the same"
+            hint = "use trainer.eval_temperature=1.0, or one sample"
+            yield problem(c, key, message, hint, "trainer.eval_temperature", value=str(count))
+    if trainer.eval_pass_k is not None and trainer.eval_pass_k > trainer.eval_samples:
+        message = f"must be at most trainer.eval_samples={trainer.eval_samples}: there is no estimate beyond it"
+        yield problem(c, "trainer.eval_pass_k", message, "raise trainer.eval_samples", "trainer.eval_samples")
+    deadline = "task.agent_timeout_s" if task.agent else "rollout.request_timeout_s"
+    if trainer.eval_timeout_s < attrgetter(deadline)(c):
+        message = f"must be at least {deadline}={attrgetter(deadline)(c):g}: a single response may take that long"
+        keys = ("task.agent_timeout_s", "rollout.request_timeout_s")
+        yield problem(c, "trainer.eval_timeout_s", message, "raise it, or lower that", *keys)
+    for name, one in task.eval_sets.items():
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name in RESERVED_NAMES:
             message = f"a name consists of letters, digits and . _ -, and is none of {', '.join(RESERVED_NAMES)}"
-            yield Problem(key="task.eval_sets", value=name, message=message, hint="it is part of eval/NAME/accuracy")
+            yield problem(c, "task.eval_sets", message, "it is part of eval/NAME/accuracy", value=name)
         if not one.path:
-            hint = "set it, or leave the set out"
-            yield Problem(key=f"{key}.path", value="", message="must name held-out prompts", hint=hint)
-        if samples > 1 and trainer.eval_temperature == 0:
-            related = ("trainer.eval_temperature",)
-            yield Problem(
-                key=f"{key}.samples",
-                value=str(samples),
-                message=_DUPLICATE_GREEDY,
-                hint=_USE_TEMPERATURE,
-                related=related,
-            )
-        if samples and trainer.eval_pass_k is not None and samples < trainer.eval_pass_k:
+            key, hint = f"task.eval_sets.{name}.path", "set it, or leave the set out"
+            yield problem(c, key, "must name held-out prompts", hint, value="")
+        if one.samples and trainer.eval_pass_k is not None and one.samples < trainer.eval_pass_k:
             message = f"must be at least trainer.eval_pass_k={trainer.eval_pass_k}: there is no estimate beyond it"
-            hint, related = "raise it, or use trainer.eval_pass_k=null: each set's own number", ("trainer.eval_pass_k",)
-            yield Problem(key=f"{key}.samples", value=str(samples), message=message, hint=hint, related=related)
+            key, hint = (
+                f"task.eval_sets.{name}.samples",
+                "raise it, or use trainer.eval_pass_k=null: each set's own number",
+            )
+            yield problem(c, key, message, hint, "trainer.eval_pass_k", value=str(one.samples))
 
 
-_CHECKS = (_values, _bounds, _truncated_sampling, _engine_args, _eval_sets)
+_CHECKS = (
+    _general, _prompts, _objective, _correction, _correction_bounds, _truncated_sampling, _modes, _engines,
+    _engine_args, _training, _evaluation,
+)  # fmt: skip

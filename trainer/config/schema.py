@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
@@ -29,6 +30,7 @@ from trainer.config.field import (
     section,
     value_text,
 )
+from trainer.errors import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -552,6 +554,14 @@ def all_keys() -> Mapping[str, Key]:
 def shown(key: str, value: Any) -> str:
     """A value as one would write it; a map of sections by its names."""
     return ", ".join(value) if value and all_keys()[key].section_of_entries else value_text(value)
+
+
+def problem(
+    config: RunConfig, key: str, message: str, hint: str = "", *related: str, value: str | None = None
+) -> Problem:
+    """`key` cannot have its value, shown as `value`; by default as the configuration has it."""
+    value = shown(key, attrgetter(key)(config)) if value is None else value
+    return Problem(key=key, value=value, message=message, hint=hint, related=related)
 
 
 def find_key(path: str) -> Key | None:

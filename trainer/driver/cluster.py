@@ -27,8 +27,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trainer.builtin.tiny_model import cache_dir
-from trainer.config.schema import RayConfig
-from trainer.driver.findings import problem
+from trainer.config.schema import RayConfig, problem
 from trainer.driver.placement import (
     SIZES,
     Node,

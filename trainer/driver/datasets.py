@@ -16,8 +16,8 @@ from rollout.rendering import why_refused
 from rollout.reward.pool import check_reward
 from rollout.reward.registry import BUILTIN_REWARDS, lookup
 from trainer.config.algorithm import traits_of
-from trainer.config.schema import EvalSetConfig
-from trainer.driver.findings import Findings, problem
+from trainer.config.schema import EvalSetConfig, problem
+from trainer.driver.findings import Findings
 from trainer.errors import ConfigurationError, Problem
 from trainer.telemetry.run_dir import changed_keys
 

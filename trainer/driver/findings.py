@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from rollout.errors import DataError
-from trainer.config.field import value_text
 from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from trainer.config.schema import RunConfig
-
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def problem(config: RunConfig, key: str, message: str, hint: str = "", *related: str) -> Problem:
-    """Of the value that `key` has."""
-    return Problem(key=key, value=value_text(attrgetter(key)(config)), message=message, hint=hint, related=related)
 
 
 class Findings:

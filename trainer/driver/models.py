@@ -19,8 +19,7 @@ from rollout.engine.vllm_config import out_of_vocabulary
 from rollout.prompts.datasets import reader_of_suffix
 from rollout.rendering import load_tokenizer
 from trainer.builtin.tiny_model import BUILTIN_TINY, build_config, build_tokenizer
-from trainer.config.schema import model_paths
-from trainer.driver.findings import problem
+from trainer.config.schema import model_paths, problem
 from trainer.driver.named_files import fit_problems, looks_local
 from trainer.errors import ConfigurationError, ModelError, Problem
 from trainer.learner.weights import check_weights, is_random_init

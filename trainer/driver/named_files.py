@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.config.rules import REFUSED_ENGINE_ARGS, longest_sequence
-from trainer.config.schema import model_paths
-from trainer.driver.findings import problem
+from trainer.config.schema import model_paths, problem
 from trainer.errors import Problem
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.rules import pairing_problems
-from trainer.driver.findings import problem
+from trainer.config.schema import problem
 from trainer.errors import ConfigurationError, Problem
 from weight_sync.device.select import names_by_resource
 

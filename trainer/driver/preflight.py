@@ -21,10 +21,11 @@ from trainer.algorithms.group_filter import own_group_filter
 from trainer.config.algorithm import traits_of
 from trainer.config.own_function import is_own, load_own
 from trainer.config.rules import estimator_problems
+from trainer.config.schema import problem
 from trainer.driver.actors import why_engines_read_weights
 from trainer.driver.checkpointing import ResumePoint, find_resume_point
 from trainer.driver.datasets import DataSets, check_data, data_warnings, make_source
-from trainer.driver.findings import Findings, problem
+from trainer.driver.findings import Findings
 from trainer.driver.models import (
     ModelInfo,
     hub_problems,
