@@ -19,15 +19,13 @@ import yaml
 from trainer.__main__ import main
 from trainer.config.cli import parse
 from trainer.config.compose import load_config, resolve
-from trainer.config.describe import describe_objective
 from trainer.config.plain import RENAMED, dump_yaml, read_stored, to_run_config
-from trainer.config.presets import config_names, groups, packaged_configs
+from trainer.config.presets import config_names, packaged_configs
 from trainer.config.schema import EvalSetConfig, LearnerConfig, RolloutConfig, RunConfig, all_keys
 from trainer.driver.named_files import file_problems
 from trainer.errors import ConfigurationError
 
 NAMES = config_names(packaged_configs())
-OPTIONS = [f"{group}={option}" for group, names in groups([packaged_configs()]).items() for option in names]
 MINE = ["--config-dir", ".", "--config-name", "mine"]
 ROWS = '{"prompt": "1+1=", "answer": "2"}\n'
 
@@ -59,18 +57,6 @@ def notes_of(*argv: str) -> tuple[RunConfig, str]:
 
 
 # Names, groups, overrides
-
-
-@pytest.mark.parametrize("group_option", OPTIONS)
-def test_every_group_option_sets_its_own_name_and_validates(group_option: str) -> None:
-    needed = {
-        "algorithm=reinforce": "mode=sync",  # it ignores the age of a sample
-        "algorithm=opd": "algorithm.kl.reference_model=builtin:tiny",  # there is no other teacher
-    }.get(group_option, "seed=0")
-    config = load_config([group_option, needed, "learner.max_tokens_per_micro_batch=65536"])
-    group, option = group_option.split("=")
-    if group != "correction":  # a part of the section `algorithm`, which has a name already
-        assert getattr(config, group).name == option
 
 
 def test_overrides_win_over_groups_which_win_over_the_schema() -> None:
@@ -182,44 +168,31 @@ def test_all_problems_are_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("override", "key", "words"),
     [
-        ("lr=1", "lr", "did you mean critic.lr or learner.lr?"),
-        ("learner.lrr=1", "learner.lrr", "did you mean learner.lr?"),
         ("max_stalenes=1", "max_stalenes", "did you mean mode.max_staleness?"),
-        ("+nonsense=1", "nonsense", "keys of the top level"),
         ("learner.zzz=1", "learner.zzz", "keys of learner"),
-        ("learner=3", "learner", "section"),
         ("device=cda", "device", "did you mean device=cuda?"),
-        ("trainer.total_steps=1.5", "trainer.total_steps", "expected integer"),
-        ("trainer.total_steps=null", "trainer.total_steps", "expected integer, got null"),
-        ("trainer.total_steps=true", "trainer.total_steps", "expected integer, got the boolean"),
         ("learner.lr=nan", "learner.lr", "finite"),
         ("learner.beta2=1", "learner.beta2", ">= 0 and < 1"),
-        ("seed=4294967296", "seed", "<= 4294967295"),
-        ("telemetry.tensorboard=1", "telemetry.tensorboard", "true or false"),
         ("telemetry.progress=of", "telemetry.progress", "did you mean off?"),
         ("algorithm.loss=ppo_clp", "algorithm.loss", "did you mean ppo_clip?"),
-        ("device.env=3", "device.env", "map"),
-        ("rollout.stop='</search>'", "rollout.stop", 'expected a list of text, got the text "</search>"; put it in'),
+        ("rollout.stop='</search>'", "rollout.stop", 'expected list of text, got the text "</search>"; put it in'),
         ("rollout.stop_token_ids=[7, x]", "rollout.stop_token_ids", 'entry 1 expected integer, got the text "x"'),
         (r'rollout.stop=["\n\n"]', "rollout.stop", "a backslash and the letter n"),
-        (r"task.system_prompt=Think.\nAnswer.", "task.system_prompt", "a backslash and the letter n"),
         ("run_dir=${nope}", "--config-name tiny", "nope"),
         ("~learner.nope", "--config-name tiny", "cannot be composed"),
         ("--config-name=dapo7b", "--config-name", "did you mean dapo_7b?"),
-        ("--config-dir=nowhere", "--config-dir", "folder"),
     ],
 )
-def test_a_wrong_override_is_named_with_what_is_allowed(override: str, key: str, words: str) -> None:
+def test_a_wrong_override_is_reported_with_what_is_allowed(override: str, key: str, words: str) -> None:
     found = problems_of(override)
     assert list(found) == [key]
     assert words in found[key]
 
 
-def test_a_wrong_file_is_named_with_what_is_allowed() -> None:
+def test_a_wrong_file_is_reported_with_what_is_allowed() -> None:
     found = problems_of(*mine("defaults: [tiny, _self_]\nrollout: {temprature: 0.5}\nname: 3\n"))
     assert "did you mean rollout.temperature?" in found["rollout.temprature"]
     assert "put it in quotes" in found["name"]
-    assert "cannot be composed" in problems_of(*mine("a: [1\nb: }"))["--config-name mine"]
 
 
 def test_the_default_that_replaces_a_refused_value_causes_no_second_problem() -> None:
@@ -282,41 +255,33 @@ def test_auto_that_finds_a_cpu_compiles_only_what_was_asked_for(
 
 # Keys that nothing reads
 
-
 _OF_CRITIC = ("critic.lr", "critic.weight_decay", "critic.cpu_offload")
-_OF_EVALUATION = ("trainer.eval_samples", "trainer.eval_temperature", "trainer.eval_top_p")
-_UNREAD_CHAIN = "defaults: [ppo_7b, _self_]\ncritic: {updates_per_step: 4, value_clip: 0.2}\n"
+_EVALUATION = ("task.eval_split", "task.eval_size", *(f"trainer.eval_{x}" for x in ("samples", "temperature", "top_p")))
+_CHAIN = "defaults: [ppo_7b, _self_]\ncritic: {updates_per_step: 4, value_clip: 0.2}\n"
 _SETS = "defaults: [tiny, _self_]\ntask: {eval_sets: {hard: {path: 'builtin:arithmetic'}}}\n"
+_NO_EVALUATION = ["trainer.eval_every=0", "trainer.eval_at_start=false", "trainer.eval_at_end=false"]
+_OF_PPO = "defaults: [ppo_7b, _self_]\ncritic: "
 
 
 @pytest.mark.parametrize(
     ("arguments", "keys"),
     [
         (["-cn", "reinforce_pp_7b", "algorithm.kl.coef=0"], ["algorithm.kl.estimator"]),
-        (["-cn", "reinforce_pp_7b", "learner.lr_schedule=constant"], ["learner.min_lr_ratio"]),
         (["-cn", "ppo_7b", "critic.shared_backbone=true"], _OF_CRITIC),
         (["-cn", "ppo_7b", "algorithm=grpo"], _OF_CRITIC),
         (["-cn", "ppo_7b"], []),
-        (["-cn", "dapo_7b", "task.eval_path="], ("task.eval_split", "task.eval_size", *_OF_EVALUATION)),
+        (["-cn", "dapo_7b", "task.eval_path="], _EVALUATION),
         (["-cn", "dapo_7b", "task.eval_path=rows.jsonl"], ["task.eval_split"]),
-        (["-cn", "dapo_7b", "trainer.eval_temperature=0", "trainer.eval_samples=1"], ["trainer.eval_top_p"]),
-        (["-cn", "dapo_7b", "correction=decoupled"], ["algorithm.clip_ratio_high"]),
         (["-cn", "cispo_7b", "correction=decoupled"], ["algorithm.clip_ratio_low", "algorithm.clip_ratio_high"]),
         # A key that was read with one that is reset is reset with it.
-        ([_UNREAD_CHAIN, "critic.shared_backbone=true"], ["critic.updates_per_step", "critic.value_clip"]),
-        (["defaults: [ppo_7b, _self_]\ncritic: {shared_backbone: true}\n"], _OF_CRITIC),
+        ([_CHAIN, "critic.shared_backbone=true"], ["critic.updates_per_step", "critic.value_clip"]),
+        ([_OF_PPO + "{shared_backbone: true}\n"], _OF_CRITIC),
         # The command line turned it off, and the file was right without.
-        (["defaults: [ppo_7b, _self_]\ncritic: {lr: 1.0e-5}\n", "critic.shared_backbone=true"], ["critic.lr"]),
+        ([_OF_PPO + "{lr: 1.0e-5}\n", "critic.shared_backbone=true"], ["critic.lr"]),
         ([_SETS], []),
-        (
-            [
-                _SETS, "trainer.eval_every=0", "trainer.eval_at_start=false", "trainer.eval_at_end=false",
-                "trainer.stop_at_accuracy=null",
-            ],
-            ["task.eval_sets"],
-        ),
+        ([_SETS, *_NO_EVALUATION, "trainer.stop_at_accuracy=null"], ["task.eval_sets"]),
     ],
-)  # fmt: skip
+)
 def test_what_a_file_sets_for_what_is_turned_off_is_reset_and_reported(arguments: list[str], keys: list[str]) -> None:
     config, notes = notes_of(*(arguments if arguments[0] == "-cn" else mine(*arguments)))
     assert all(attrgetter(key)(config) == all_keys()[key].default for key in keys)
@@ -327,40 +292,35 @@ def test_what_a_file_sets_for_what_is_turned_off_is_reset_and_reported(arguments
     ("arguments", "key", "hint"),
     [
         (["-cn", "ppo_7b", "algorithm=grpo", "critic.lr=1e-5"], "critic.lr", "leave it at null"),
-        (["defaults: [ppo_7b, _self_]\ncritic: {shared_backbone: true, lr: 1.0e-5}\n"], "critic.lr", "at null"),
+        ([_OF_PPO + "{shared_backbone: true, lr: 1.0e-5}\n"], "critic.lr", "at null"),
         (["-cn", "tiny", "algorithm=sapo", "algorithm.clip_ratio_high=0.2"], "algorithm.clip_ratio_high", "out"),
         (["-cn", "tiny", "algorithm=grpo", "++algorithm.whiten_advantages=true"], "algorithm.whiten_advantages", "out"),
-        (
-            ["-cn", "tiny", "algorithm=ppo", "critic.shared_backbone=true", "critic.max_grad_norm=1.0"],
-            "critic.max_grad_norm", "out",
-        ),
-        (["-cn", "tiny", "algorithm.overlong_penalty=1.0"], "algorithm.overlong_penalty", "out"),
-        (["-cn", "tiny", "algorithm.kl.estimator=k3"], "algorithm.kl.estimator", "out"),
-        (["-cn", "tiny", "ray.address=h:1", "ray.num_cpus=0"], "", ""),
-        # A default that takes back what the preset sets, or that is read, or that turns off what is off.
-        (["-cn", "tiny", "algorithm=dapo", "correction=decoupled", "algorithm.clip_ratio_high=0.2"], "", ""),
-        (["-cn", "tiny", "algorithm=dapo", "algorithm.clip_ratio_low=0.2", "algorithm.normalize_by_std=true"], "", ""),
-        (["-cn", "tiny", "algorithm=gdpo", "algorithm.overlong_buffer_tokens=0", "critic.lr=null"], "", ""),
     ],
-)  # fmt: skip
+)
 def test_what_the_user_sets_by_name_and_nothing_reads_is_refused(arguments: list[str], key: str, hint: str) -> None:
-    arguments = arguments if arguments[0] == "-cn" else mine(*arguments)
-    if not key:
-        load_config(arguments)
-        return
     with pytest.raises(ConfigurationError) as caught:
-        load_config(arguments)
+        load_config(arguments if arguments[0] == "-cn" else mine(*arguments))
     (problem,) = caught.value.problems
     assert problem.key == key and "has no effect because" in problem.message and problem.hint.endswith(hint)
 
 
-@pytest.mark.parametrize("reader", ["auto", "jsonl"])
-def test_the_split_of_a_file_is_refused(reader: str) -> None:
-    arguments = ["task.train_path=rows.jsonl", "task.eval_path=", "trainer.stop_at_accuracy=null"]
-    load_config([*arguments, f"task.reader={reader}"])
-    for split in ("train", "validation"):
-        found = problems_of(*arguments, f"task.reader={reader}", f"task.train_split={split}")
-        assert "is a file, which has no splits" in found["task.train_split"]
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "ray.address=h:1 ray.num_cpus=0",
+        "algorithm=dapo correction=decoupled algorithm.clip_ratio_high=0.2",  # takes back what the preset sets
+        "algorithm=dapo algorithm.clip_ratio_low=0.2 algorithm.normalize_by_std=true",  # is read
+        "algorithm=gdpo algorithm.overlong_buffer_tokens=0 critic.lr=null",  # turns off what is off
+    ],
+)
+def test_a_default_on_the_command_line_is_accepted_where_it_asks_for_nothing(overrides: str) -> None:
+    load_config(overrides.split())
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_the_split_of_a_file_is_refused(split: str) -> None:
+    found = problems_of("task.train_path=rows.jsonl", f"task.train_split={split}")
+    assert "is a file, which has no splits" in found["task.train_split"]
 
 
 # Keys of earlier versions, further evaluation sets
@@ -393,62 +353,11 @@ def test_sets_are_written_whole_or_key_by_key_and_come_back_from_a_file() -> Non
     assert to_run_config(asdict(whole)) == (whole, []) and pickle.loads(pickle.dumps(whole)) == whole
 
 
-# What comes with Tandem
-
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "ppo_7b": {
-        "algorithm.advantage_estimator": "gae", "algorithm.gae_gamma": 1.0, "algorithm.gae_lambda": 1.0,
-        "algorithm.kl.coef": 0.0,
-        "critic.lr": 5e-6, "critic.weight_decay": 0.0, "learner.lr": 1e-6, "learner.warmup_steps": 50,
-        "learner.weight_decay": 0.0, "learner.beta2": 0.95, "rollout.group_size": 64, "trainer.groups_per_step": 128,
-        "task.max_prompt_tokens": 2048, "rollout.max_response_tokens": 8000,
-    },
-    "grpo_7b": {
-        "algorithm.kl.coef": 0.04, "algorithm.kl.apply_to": "loss", "algorithm.kl.estimator": "k3",
-        "algorithm.normalize_by_std": True, "algorithm.loss_aggregation": "seq_mean_token_mean", "learner.lr": 1e-6,
-        "rollout.group_size": 64, "trainer.groups_per_step": 16, "rollout.max_response_tokens": 1024,
-    },
-    "dapo_7b": {
-        "algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio_high": 0.28, "algorithm.kl.coef": 0.0,
-        "algorithm.loss_aggregation": "token_mean", "algorithm.dynamic_sampling": True,
-        "algorithm.overlong_buffer_tokens": 4096, "algorithm.overlong_penalty": 1.0, "task.max_prompt_tokens": 2048,
-        "rollout.max_response_tokens": 20480, "rollout.group_size": 16, "trainer.groups_per_step": 32,
-        "learner.lr": 1e-6, "learner.warmup_steps": 10, "learner.weight_decay": 0.1,
-        "task.dedup": True, "task.eval_size": 0,
-        "trainer.eval_samples": 32, "trainer.eval_temperature": 1.0, "trainer.eval_top_p": 0.7,
-    },
-    "gspo_7b": {
-        "algorithm.loss": "gspo", "algorithm.clip_ratio_low": 3e-4, "algorithm.clip_ratio_high": 4e-4,
-        "algorithm.kl.coef": 0.0,
-        "algorithm.loss_aggregation": "seq_mean_token_mean", "mode.max_staleness": 3, "learner.lr": 1e-6,
-        "learner.weight_decay": 0.1, "rollout.group_size": 16, "trainer.groups_per_step": 128,
-    },
-    "cispo_7b": {
-        "algorithm.loss": "cispo", "algorithm.clip_ratio_low": 1.0, "algorithm.clip_ratio_high": 4.0,
-        "algorithm.kl.coef": 0.0,
-        "algorithm.dynamic_sampling": True, "rollout.group_size": 16, "learner.beta2": 0.95, "learner.eps": 1e-15,
-    },
-    "reinforce_pp_7b": {
-        "algorithm.advantage_estimator": "reinforce_pp_baseline",
-        "algorithm.kl.coef": 1e-5, "algorithm.kl.estimator": "k2",
-        "algorithm.correction.mask.lower": 0.5, "algorithm.correction.mask.upper": 5.0, "learner.lr": 5e-7,
-        "learner.lr_schedule": "cosine", "learner.min_lr_ratio": 0.1, "learner.warmup_steps": 15,
-        "learner.weight_decay": 0.0, "learner.beta2": 0.95, "rollout.group_size": 8, "trainer.groups_per_step": 128,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_configuration_loads_and_has_its_own_name(name: str) -> None:
-    config = load_config([f"--config-name={name}", "device=cpu"])
-    assert config.name == name
-    assert describe_objective(config.algorithm)
+# What comes with Tandem. tests/golden (`argv`) holds every number of every preset and option.
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_7b")])
-def test_a_7b_configuration_has_the_numbers_of_the_paper_that_it_names(name: str) -> None:
-    config = load_config([f"--config-name={name}", "device=cuda"])
-    assert {key: attrgetter(key)(config) for key in PUBLISHED[name]} == PUBLISHED[name]
+def test_a_7b_configuration_names_its_paper(name: str) -> None:
     comment = "\n".join(re.findall(r"^#.*", (packaged_configs() / f"{name}.yaml").read_text(), re.MULTILINE))
     assert re.search(r"arXiv:\d{4}\.\d{5}", comment)
 

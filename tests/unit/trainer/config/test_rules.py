@@ -1,4 +1,4 @@
-"""Combinations of values that cannot work, and keys that nothing reads: which keys are refused, and with what words."""
+"""Which combinations of values are refused. The exact texts, and more combinations, are in tests/golden (`argv`)."""
 
 from __future__ import annotations
 
@@ -105,75 +105,48 @@ def rows(table: str, base: str = "") -> list[Any]:
 
 
 GENERAL = r"""
-name=a/b -> name
-model.lora.alpha=8.0 -> model.lora.alpha
-model.lora.rank=12 -> model.lora.rank
-model.lora.rank=8 model.lora.target_modules=q_proj,v_proj -> model.lora.target_modules
-device.env={"NOT-A-NAME":"1"} -> device.env
-task.train_path= task.eval_path=builtin:arithmetic -> task.train_path
 task.reader=arithmetic task.train_path=a.jsonl -> task.reader
-task.reader=jsonl task.train_path=a.jsonl -> task.reader
-task.reader=jsonl task.eval_path= -> task.reader
-task.train_path=a/b task.eval_path=a/b task.max_operand=20 -> task.max_operand
 task.eval_path= task.eval_size=5 -> task.eval_size
-rollout.group_size=1 a.advantage_estimator=reinforce a.dynamic_sampling=true -> a.dynamic_sampling
-mode.name=sync -> mode.max_staleness
 mode.name=one_step_off mode.max_staleness=2 -> mode.max_staleness
 rollout.max_model_len=1535 -> rollout.max_model_len
-learner.max_tokens_per_micro_batch=1535 -> learner.max_tokens_per_micro_batch
-learner.num_ranks=257 -> learner.num_ranks
-learner.min_lr_ratio=0.1 -> learner.min_lr_ratio
-COSINE learner.warmup_steps=100 -> learner.warmup_steps
-trainer.stop_at_accuracy=0.9 task.eval_path= -> trainer.stop_at_accuracy
-trainer.stop_at_accuracy=0.9 NO_PERIODIC trainer.eval_at_end=false -> trainer.stop_at_accuracy
-checkpoint.every_steps=50 checkpoint.keep_every=75 -> checkpoint.keep_every
-checkpoint.every_steps=0 checkpoint.keep_every=50 -> checkpoint.keep_every
-ray.address= -> ray.address
-telemetry.wandb_project=mine -> telemetry.wandb_project
 rollout.max_model_len=1536 ->
+learner.max_tokens_per_micro_batch=1535 -> learner.max_tokens_per_micro_batch
 learner.max_tokens_per_micro_batch=1536 ->
+learner.num_ranks=257 -> learner.num_ranks
 learner.num_ranks=256 ->
+learner.min_lr_ratio=0.1 -> learner.min_lr_ratio
+COSINE learner.warmup_steps=60 critic.warmup_steps=30 a.advantage_estimator=gae ->
+COSINE learner.warmup_steps=70 critic.warmup_steps=30 a.advantage_estimator=gae -> learner.warmup_steps
+COSINE learner.warmup_steps=100 critic.warmup_steps=0 a.advantage_estimator=grpo -> learner.warmup_steps
+trainer.stop_at_accuracy=0.9 NO_PERIODIC trainer.eval_at_end=false -> trainer.stop_at_accuracy
 checkpoint.every_steps=50 checkpoint.keep_every=150 ->
 """
 ADVANTAGES = r"""
 a.advantage_estimator=rloo a.normalize_by_std=false -> a.normalize_by_std
-a.overlong_penalty=0.5 -> a.overlong_penalty
-a.overlong_buffer_tokens=2000 -> a.overlong_buffer_tokens
+a.advantage_estimator=pass_at_k a.normalize_by_std=false ->
 a.overlong_buffer_tokens=1024 a.overlong_penalty=0.5 ->
 a.advantage_estimator=grpo a.gpg_scale=valid_groups -> a.gpg_scale
+a.advantage_estimator=gpg a.gpg_scale=valid_groups a.overlong_buffer_tokens=64 task.agent=my.make ->
 a.advantage_estimator=grpo a.gdpo_weights={"format":2.0} -> a.gdpo_weights
-a.advantage_estimator=gdpo a.gdpo_weights={"format":0.0} -> a.gdpo_weights
 a.advantage_estimator=gdpo a.gdpo_weights={"format":NaN} -> a.gdpo_weights
-a.advantage_estimator=gdpo a.overlong_buffer_tokens=64 -> a.overlong_buffer_tokens
-a.advantage_estimator=gdpo a.dynamic_sampling=true -> a.dynamic_sampling
-a.advantage_estimator=pass_at_k a.normalize_by_std=false ->
-a.advantage_estimator=gpg a.gpg_scale=valid_groups ->
 a.advantage_estimator=gdpo a.gdpo_weights={"format":0.5,"correct":-1} ->
+a.advantage_estimator=gdpo a.overlong_buffer_tokens=64 -> a.overlong_buffer_tokens
+a.advantage_estimator=gdpo a.on_failure.timeout=zero -> a.on_failure.timeout
 a.advantage_estimator=reinforce_pp_baseline a.dynamic_sampling=true ->
 task.agent_args={"max_turns":3} -> task.agent_args
 task.agent_timeout_s=5.0 -> task.agent_timeout_s
 task.agent_max_sequences=2 -> task.agent_max_sequences
-task.reward.name=zero -> task.reward.name
 task.agent_max_sequences=2 task.agent=my.make ->
 task.reward.name=zero task.agent=my.make ->
-a.advantage_estimator=gae SEQUENCES -> task.agent_max_sequences
-a.advantage_estimator=reinforce IN_REWARD a.kl.estimator=k1 SEQUENCES -> task.agent_max_sequences
 a.advantage_estimator=grpo IN_REWARD a.kl.estimator=k1 SEQUENCES ->
 a.advantage_estimator=reinforce SEQUENCES ->
-a.advantage_estimator=gpg a.overlong_buffer_tokens=64 -> a.gpg_scale
-a.advantage_estimator=gpg task.agent=my.make -> a.gpg_scale
-a.advantage_estimator=gpg a.gpg_scale=valid_groups a.overlong_buffer_tokens=64 task.agent=my.make ->
-a.advantage_estimator=gdpo task.agent=my.make -> task.agent
-a.overlong_buffer_tokens=64 a.overlong_penalty=0.0 -> a.overlong_penalty
 rollout.top_k=1 WEIGHTED a.advantage_estimator=grpo -> rollout.top_k
 rollout.top_k=1 WEIGHTED a.advantage_estimator=remax -> rollout.top_k
 rollout.top_k=1 WEIGHTED a.advantage_estimator=reinforce_pp ->
 rollout.top_k=2 WEIGHTED a.advantage_estimator=grpo ->
 SINGLE a.advantage_estimator=reinforce ->
-SINGLE a.advantage_estimator=reinforce_pp -> trainer.groups_per_step
 a.advantage_args={"beta":1.0} -> a.advantage_args
 a.advantage_estimator=my.function a.advantage_args={"beta":1.0} ->
-a.loss_args={"beta":1.0} -> a.loss_args
 a.loss=my.function a.loss_args={"beta":1.0} ->
 """
 CORRECTIONS = r"""
@@ -184,16 +157,10 @@ c.reject.metric=tv -> c.reject.metric
 c.reject.level=token -> c.reject.level
 c.clamp.upper=1.0 -> c.clamp.upper
 c.clamp.lower=1.5 -> c.clamp.lower
-c.mask.upper=0.5 -> c.mask.upper
 c.mask.lower=1.0 -> c.mask.lower
-c.mask.lower=-1.0 -> c.mask.lower
 c.mask.metric=k3 c.mask.lower=0.1 -> c.mask.lower
-c.mask.metric=k3 c.mask.lower=-0.1 -> c.mask.lower
 c.mask.metric=k1 c.mask.lower=0.1 -> c.mask.lower
 c.reject.metric=k2 c.reject.upper=0.0 -> c.reject.upper
-c.clamp.upper=5.0 c.mask.upper=2.0 -> c.clamp.upper
-c.clamp.lower=0.1 c.mask.lower=0.2 -> c.clamp.lower
-c.objective=loglinear SYNC -> c.objective
 c.objective=loglinear a.loss=dro -> c.objective
 c.clamp.upper=2.0 a.loss=reinforce SYNC -> c.clamp.upper
 c.clamp.upper=2.0 c.mask.upper=5.0 c.reject.upper=1.1 ->
@@ -204,15 +171,12 @@ a.loss=reinforce -> a.loss
 a.loss=reinforce SYNC ->
 a.loss=reinforce c.mask.upper=5.0 ->
 a.loss=dro ->
-WEIGHTED ->
 a.loss=my.loss c.objective=decoupled ->
 a.loss=my.loss c.clamp.upper=2.0 ->
 a.loss=my.loss c.clamp.upper=2.0 c.level=sequence -> c.level
 rollout.top_p=0.9 -> rollout.top_p
-a.loss=gspo rollout.top_p=0.9 -> rollout.top_p
 a.loss=reinforce SYNC rollout.top_p=0.9 -> rollout.top_p
 a.loss=my_package.loss rollout.top_p=0.9 ->
-WEIGHTED rollout.top_p=0.9 ->
 WEIGHTED c.objective=decoupled c.mask.upper=5.0 rollout.top_p=0.9 ->
 WEIGHTED c.clamp.lower=0.5 rollout.top_p=0.9 -> rollout.top_p
 WEIGHTED c.mask.metric=k3 c.mask.upper=1.0 rollout.top_p=0.9 -> rollout.top_p
@@ -222,53 +186,34 @@ WEIGHTED IN_REWARD rollout.top_p=0.9 -> rollout.top_p
 """
 CRITIC_AND_KL = r"""
 a.gae_gamma=0.9 -> a.gae_gamma
-critic.lr=1e-05 -> critic.lr
 a.advantage_estimator=gae a.loss=clip_cov -> a.loss
 a.advantage_estimator=gae critic.value_coef=0.1 -> critic.value_coef
-a.advantage_estimator=gae critic.value_clip=0.2 -> critic.value_clip
 a.advantage_estimator=gae critic.warmup_steps=100 -> critic.warmup_steps
-SHARED_HEAD critic.lr=1e-05 critic.path=some/model critic.warmup_steps=5 -> critic.lr critic.path critic.warmup_steps
-a.kl.apply_to=reward -> a.kl.apply_to
-a.kl.estimator=k2 -> a.kl.estimator
-learner.reference_cpu_offload=true -> learner.reference_cpu_offload
-IN_LOSS learner.reference_cpu_offload=true model.lora.rank=8 -> learner.reference_cpu_offload
-IN_LOSS a.kl.estimator=k1 -> a.kl.estimator
-IN_REWARD a.kl.estimator=k1_straight_through -> a.kl.estimator
-IN_REWARD a.advantage_estimator=gdpo -> a.kl.apply_to
-IN_REWARD a.advantage_estimator=gpg -> a.kl.apply_to
-IN_REWARD a.mask_truncated=true -> a.mask_truncated
-IN_REWARD a.dynamic_sampling=true -> a.dynamic_sampling
-IN_REWARD a.loss=kl_cov -> a.loss
-a.kl.reference_model=some/teacher -> a.kl.reference_model
-IN_LOSS a.kl.apply_to=advantage a.kl.estimator=k3 -> a.kl.estimator
-a.kl.coef=0.01 a.kl.apply_to=advantage a.kl.estimator=k1_straight_through -> a.kl.estimator
-IN_ADVANTAGE a.loss=clip_cov -> a.loss
-IN_ADVANTAGE a.dynamic_sampling=true -> a.dynamic_sampling
-TAUGHT rollout.top_p=0.9 -> rollout.top_p
-a.advantage_estimator=zero -> a.advantage_estimator
-TAUGHT a.kl.reference_model=null -> a.advantage_estimator
-TAUGHT a.kl.apply_to=reward a.kl.estimator=k1 -> a.kl.apply_to
-TAUGHT a.overlong_buffer_tokens=4 -> a.overlong_buffer_tokens
-a.advantage_estimator=gae ->
 a.advantage_estimator=gae rollout.group_size=1 a.mask_truncated=true ->
 a.advantage_estimator=gae IN_REWARD a.kl.estimator=k1 a.mask_truncated=true ->
 a.advantage_estimator=gae critic.updates_per_step=2 critic.value_clip=0.2 critic.warmup_steps=99 ->
+SHARED_HEAD critic.lr=1e-05 critic.path=some/model critic.warmup_steps=5 -> critic.lr critic.path critic.warmup_steps
 SHARED_HEAD critic.value_coef=0.1 a.gae_lambda=0.95 ->
+a.kl.apply_to=reward -> a.kl.apply_to
+a.kl.reference_model=some/teacher -> a.kl.reference_model
+learner.reference_cpu_offload=true -> learner.reference_cpu_offload
 IN_LOSS a.loss=clip_cov ->
 IN_LOSS learner.reference_cpu_offload=true a.dynamic_sampling=true ->
+IN_REWARD a.dynamic_sampling=true -> a.dynamic_sampling
 IN_REWARD a.advantage_estimator=reinforce a.mask_truncated=true ->
 IN_REWARD a.advantage_estimator=opo a.kl.estimator=k1 ->
+IN_ADVANTAGE a.loss=clip_cov -> a.loss
+IN_ADVANTAGE a.dynamic_sampling=true -> a.dynamic_sampling
+TAUGHT rollout.top_p=0.9 -> rollout.top_p
+TAUGHT a.kl.reference_model=null -> a.advantage_estimator
+TAUGHT a.overlong_buffer_tokens=4 -> a.overlong_buffer_tokens
 TAUGHT rollout.group_size=1 task.reward.name=zero a.mask_truncated=true ->
 TAUGHT model.lora.rank=8 learner.reference_cpu_offload=true ->
 TAUGHT a.advantage_estimator=grpo a.mask_truncated=true ->
-COSINE learner.warmup_steps=60 critic.warmup_steps=30 a.advantage_estimator=gae ->
-COSINE learner.warmup_steps=70 critic.warmup_steps=30 a.advantage_estimator=gae -> learner.warmup_steps
-COSINE learner.warmup_steps=100 critic.warmup_steps=0 a.advantage_estimator=grpo -> learner.warmup_steps
 """
 PROMPTS = r"""
 FILTER task.pass_threshold=0.5 task.pass_rate_cooldown_epochs=4 task.pass_rate_column=rate ->
 task.pass_rate_min=0.5 task.pass_rate_max=0.5 ->
-task.pass_rate_min=0.6 task.pass_rate_max=0.5 -> task.pass_rate_min
 task.pass_rate_min=0.55 task.pass_rate_max=0.6 -> task.pass_rate_min
 FILTER rollout.group_size=1 a.advantage_estimator=reinforce -> task.pass_rate_min
 task.pass_rate_cooldown_epochs=4 -> task.pass_rate_cooldown_epochs
@@ -276,13 +221,11 @@ task.pass_rate_column=rate -> task.pass_rate_column
 CURRICULUM task.curriculum_epochs=3 ->
 CURRICULUM task.pass_rate_column=rate -> task.pass_rate_column
 task.curriculum=easy_to_hard task.pass_rate_column=rate ->
-task.curriculum=easy_to_hard -> task.curriculum
 task.curriculum_epochs=3 -> task.curriculum_epochs
 task.difficulty_column=level -> task.difficulty_column
 task.train_path=builtin:arithmetic CURRICULUM -> task.difficulty_column
 task.train_path=builtin:arithmetic FILTER task.pass_rate_column=rate -> task.pass_rate_column
 a.group_filter=my_package.filters.one a.group_filter_args={"a":1.0} ->
-a.group_filter=one -> a.group_filter
 a.group_filter=my_package.py:one -> a.group_filter
 a.group_filter_args={"a":1.0} -> a.group_filter_args
 """
@@ -292,22 +235,16 @@ ADAPTIVE rollout.min_concurrency=4 ->
 ADAPTIVE rollout.min_concurrency=256 -> rollout.min_concurrency
 ADAPTIVE rollout.max_concurrency=256 ->
 ADAPTIVE rollout.max_concurrency=257 -> rollout.max_concurrency
-rollout.max_concurrency=1 rollout.num_workers=2 -> rollout.max_concurrency
 rollout.repack_below=8 -> rollout.repack_below
 REPACKED SYNC -> rollout.repack_below
 REPACKED SYNC rollout.per_request_seed=false ->
-REPACKED rollout.per_request_seed=true -> rollout.repack_below
 rollout.stop=["</s>","```"] rollout.stop_token_ids=[0,7] ->
 rollout.stop=["</s>",""] -> rollout.stop
-rollout.stop_token_ids=[7,-1] -> rollout.stop_token_ids
 SAMPLED ->
-SAMPLED trainer.eval_pass_k=5 -> trainer.eval_pass_k
 trainer.eval_samples=4 -> trainer.eval_samples
 trainer.eval_temperature=0.005 -> trainer.eval_temperature
 trainer.eval_temperature=0.7 trainer.eval_top_p=0.9 ->
-trainer.eval_top_p=0.9 -> trainer.eval_top_p
 task.eval_path= SAMPLED -> trainer.eval_samples trainer.eval_temperature
-NO_PERIODIC trainer.eval_blocking=true -> trainer.eval_blocking
 trainer.eval_timeout_s=599.0 -> trainer.eval_timeout_s
 task.eval_path= trainer.eval_timeout_s=600.0 -> trainer.eval_timeout_s
 trainer.eval_timeout_s=599.0 task.agent=some.agent task.agent_timeout_s=60.0 ->
@@ -335,36 +272,24 @@ SHARED weight_sync.transport=nccl -> weight_sync.transport
         *rows(SHARED_DEVICES),
     ],
 )
-def test_what_cannot_work_or_has_no_effect_is_refused_and_its_neighbours_are_not(
-    words: str, refused: list[str]
-) -> None:
+def test_only_what_cannot_work_or_has_no_effect_is_refused(words: str, refused: list[str]) -> None:
     assert keys_refused(words) == refused
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", ""),
-        (
-            "task.pass_rate_min=0.55 task.pass_rate_max=0.6",
-            "is a multiple of 1/8, and none is in 0.55..0.6",
-        ),
-        ("a.loss=cispo c.clamp.upper=2.0", "algorithm.clip_ratio_high"),
-        ("a.loss=sapo c.clamp.upper=2.0", "its own gate"),
+        ("task.pass_rate_min=0.55 task.pass_rate_max=0.6", "is a multiple of 1/8, and none is in 0.55..0.6"),
         ("a.loss=gspo c.clamp.upper=2.0", "must be sequence_mean with a clamp"),
         ("a.loss=gspo c.objective=decoupled", "always 1, and algorithm.loss=gspo cannot bound it"),
-        ('a.loss_args={"beta":1.0}', "has no effect because algorithm.loss=ppo_clip is built in"),
-        ("a.advantage_estimator=zero", "there is none\n    -> set algorithm.kl.reference_model"),
-        ("checkpoint.every_steps=50 checkpoint.keep_every=75", "-> for example 50"),
         ("COSINE learner.warmup_steps=70 critic.warmup_steps=30 a.advantage_estimator=gae", "must be below 70"),
         ("ADAPTIVE rollout.min_concurrency=9 rollout.max_concurrency=8", "must be below rollout.max_concurrency=8"),
         ("trainer.eval_timeout_s=599.0", "must be at least rollout.request_timeout_s=600"),
         ("rollout.max_model_len=1535", "task.max_prompt_tokens + rollout.max_response_tokens = 1536"),
     ],
 )
-def test_a_refusal_says_what_the_values_are_and_what_to_do(words: str, expected: str) -> None:
+def test_a_refusal_states_the_limit(words: str, expected: str) -> None:
     assert expected in "".join(map(str, problems_in(config_of(words))))
-    assert bool(expected) == bool(problems_in(config_of(words)))
 
 
 # Keys that nothing reads
@@ -453,20 +378,12 @@ def test_a_correction_must_fit_the_ratio_that_the_loss_contains(loss: Any) -> No
             assert keys_refused(f"{clamped} c.objective=loglinear") == []
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_recipe_is_accepted_and_names_its_source(path: Path) -> None:
-    text = path.read_text()
-    assert text.startswith("#"), f"{path.name} does not say where its numbers come from"
-    keys = yaml.safe_load(text)
-    if keys["name"] == "opd":
-        keys["kl"]["reference_model"] = "some/teacher"  # which the user names
-    config, problems = to_run_config({"algorithm": keys, "mode": {"name": "sync", "max_staleness": 0}})
-    assert [*problems, *problems_in(config)] == []
-
-
-def test_every_loss_has_a_recipe_or_is_a_variant_of_one() -> None:
-    named = {yaml.safe_load(path.read_text()).get("loss", AlgorithmConfig().loss) for path in RECIPES.glob("*.yaml")}
-    assert set(LOSSES) - named <= {"importance_sampling", "dppo_kl"}
+def test_every_loss_has_a_recipe_that_names_its_source_or_is_a_variant_of_one() -> None:
+    texts = [path.read_text() for path in RECIPES.glob("*.yaml")]
+    assert all(text.startswith("#") for text in texts)
+    assert set(LOSSES) - {yaml.safe_load(text).get("loss", AlgorithmConfig().loss) for text in texts} <= {
+        "importance_sampling", "dppo_kl"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -493,17 +410,8 @@ def test_every_combination_that_the_documentation_names_is_accepted(overrides: s
 @pytest.mark.parametrize(
     ("argument", "value", "words"),
     [
-        ("tensor_parallel_size", 2, "use rollout.tensor_parallel_size"),
-        ("pipeline_parallel_size", 2, "use rollout.tensor_parallel_size"),
         ("data_parallel_size", 2, "use rollout.num_replicas"),
-        ("seed", 1, "use seed"),
-        ("enable_lora", True, "use model.lora.rank"),
-        ("enable_sleep_mode", True, "use mode.name"),
         ("logprobs_mode", "raw_logprobs", "correction"),
-        ("worker_extension_cls", "mine.Extension", "weight sync"),
-        ("load_format", "auto", "weight sync"),
-        ("hf_overrides", {"rope_theta": 1}, "config.json"),
-        ("logits_processors", ["mine:Mask"], "distribution"),
         ("distributed_executor_backend", "ray", "mp, uni"),
         ("max_num_batched_tokens", 255, "rollout.max_num_seqs=256"),
         ("quantization", "fp8", ""),
@@ -511,20 +419,14 @@ def test_every_combination_that_the_documentation_names_is_accepted(overrides: s
         ("distributed_executor_backend", "mp", ""),
     ],
 )
-def test_an_engine_argument_that_is_ours_or_that_the_run_relies_on_is_refused(
-    argument: str, value: object, words: str
-) -> None:
+def test_an_engine_argument_that_the_run_sets_or_relies_on_is_refused(argument: str, value: object, words: str) -> None:
     config, problems = to_run_config({"rollout": {"engine_args": {argument: value}}})
     problems += check_combinations(config)
-    if not words:
-        assert problems == []
-        return
-    (problem,) = problems
-    assert (problem.key, problem.value) == ("rollout.engine_args", f"{argument}: {value}")
-    assert words in str(problem)
+    assert [(p.key, p.value) for p in problems] == [("rollout.engine_args", f"{argument}: {value}")] * bool(words)
+    assert words in "".join(map(str, problems))
 
 
-def test_whatever_a_run_sets_for_its_engines_is_refused_unless_it_is_theirs_to_choose() -> None:
+def test_no_engine_argument_that_a_run_sets_is_accepted_from_the_user() -> None:
     specs = [EngineSpec(model="m", extension="a.B", sleep_level=1, lora_rank=8), EngineSpec(model="m", device="cuda")]
     ours = {name for spec in specs for name in engine_args(spec)}
     of_the_user = {"kv_cache_memory_bytes", "distributed_executor_backend"}
@@ -545,14 +447,13 @@ def test_accelerators_have_one_rank_and_one_worker_each() -> None:
 
 @pytest.mark.parametrize("mode", groups([packaged_configs()])["mode"])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_shipped_configuration_takes_every_mode_or_says_which_key_makes_it(name: str, mode: str) -> None:
+def test_every_shipped_configuration_takes_every_mode_or_names_the_key_to_add(name: str, mode: str) -> None:
     asked = [f"--config-name={name}", "device=cuda", f"mode={mode}"]
     is_refused = name in OWN_STALENESS and mode in ("sync", "one_step_off")
     if is_refused:
         with pytest.raises(ConfigurationError) as caught:
             load_config(asked)
         (problem,) = caught.value.problems
-        assert problem.key == "mode.max_staleness" and "--config-name" in problem.message
         asked += re.findall(r"mode\.max_staleness=\d", problem.hint)
     config = load_config(asked)
     of_mode = {"async": 1, "one_step_off": 1, "sync": 0, "colocated": 0}[mode]
@@ -564,7 +465,7 @@ def test_every_shipped_configuration_takes_every_mode_or_says_which_key_makes_it
 
 @pytest.mark.parametrize("joins", [["ray.address=h:1"], ["--dry-run", "--nodes=8,8"]])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_shipped_configuration_joins_a_cluster_and_only_the_command_line_may_not_size_it(
+def test_every_shipped_configuration_joins_a_cluster_but_cannot_size_it_on_the_command_line(
     name: str, joins: list[str]
 ) -> None:
     config, problems = resolve(parse(["--config-name", name, *joins]))
@@ -588,26 +489,22 @@ OTHER = "task.train_path=a/b task.eval_path=a/b task.max_operand=20"
         (f"{SET} task.eval_sets.hard.smaples=8", "task.eval_sets.hard.smaples", "unknown key"),
         (f"{SET} task.eval_sets.hard.size=many", "task.eval_sets.hard.size", "expected integer"),
         (f"{SET} task.eval_sets.hard.samples=0", "task.eval_sets.hard.samples", "must be >= 1"),
-        ("task.eval_sets.hard=builtin:arithmetic", "task.eval_sets.hard", "expected a section with the keys path"),
         ("task.eval_sets.hard.size=3", "task.eval_sets.hard.path", "must name held-out prompts"),
         (SET.replace("hard", "reward"), "task.eval_sets", "and is none of accuracy, num_prompts"),
-        (SET.replace("hard", "_hard"), "task.eval_sets", "a name consists of letters"),
         (f"{SET} task.eval_path=", "task.eval_sets", "are in addition to task.eval_path, which is empty"),
         (f"{SET} {OFF}", "task.eval_sets", "has no effect because nothing is evaluated"),
-        (f"{SET} task.eval_sets.hard.samples=2", "task.eval_sets.hard.samples", "must be 1 with trainer.eval_temp"),
         (f"{SET} {SEVERAL} task.eval_sets.hard.samples=3", "task.eval_sets.hard.samples", "trainer.eval_pass_k=4"),
         (OTHER, "task.max_operand", "no prompts come from builtin:arithmetic"),
-        (f"{OTHER} {SET}", "", ""),
     ],
 )  # fmt: skip
 def test_an_evaluation_set_that_cannot_be_is_refused_by_its_key(overrides: str, key: str, words: str) -> None:
-    if not key:
-        load_config(["device=cpu", *overrides.split()])
-        return
     with pytest.raises(ConfigurationError) as caught:
         load_config(["device=cpu", *overrides.split()])
-    found = {problem.key: problem.message for problem in caught.value.problems}
-    assert words in found[key], found
+    assert words in {problem.key: problem.message for problem in caught.value.problems}[key]
+
+
+def test_an_evaluation_set_may_be_the_only_reader_of_a_key() -> None:
+    load_config(["device=cpu", *OTHER.split(), SET])
 
 
 def test_no_name_of_a_set_makes_the_metric_of_another() -> None:
