@@ -30,6 +30,8 @@ from trainer.learner.checkpoint import (
 from trainer.tools.memory_plan import MASTER_BYTES, MOMENTS_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainer.config.schema import RunConfig
 
 
@@ -146,13 +148,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: object, words: str) -> 
         read_state(path)
 
 
-def test_pruning_keeps_the_newest_complete_ones_and_saves_in_progress(tmp_path: Path) -> None:
-    for step in (1, 2, 10):
-        _save(tmp_path, step)
-    begin(tmp_path, 11)
-    assert prune(tmp_path, keep_last=1) == [tmp_path / "step_1", tmp_path / "step_2"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_10", "step_11.tmp"]
-    assert prune(tmp_path, keep_last=1) == []
+def test_pruning_everything_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"keep_last must be >= 1 .* got 0 and 0"):
         prune(tmp_path, keep_last=0)
     with pytest.raises(ValueError, match=r"keep_every >= 0, got 1 and -5"):
@@ -182,59 +178,42 @@ def test_what_cannot_be_deleted_holds_up_no_other(tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["step_4"]
 
 
+STEPS = (3, 5, 10, 15, 20, 30, 40)
+
+
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "kept"),
-    [
-        (1, 0, [40]),
-        (1, 20, [20, 40]),
-        (2, 20, [20, 30, 40]),
-        (1, 100, [40]),
-        (1, 5, [5, 10, 15, 20, 30, 40]),
-        (9, 20, [3, 5, 10, 15, 20, 30, 40]),
-    ],
+    [(1, 0, [40]), (2, 20, [20, 30, 40]), (1, 100, [40]), (1, 5, STEPS[1:]), (9, 20, STEPS)],
 )
-def test_multiples_of_keep_every_stay_beside_the_newest(
-    keep_last: int, keep_every: int, kept: list[int], tmp_path: Path
+def test_pruning_keeps_the_newest_and_the_multiples_of_keep_every(
+    keep_last: int, keep_every: int, kept: Sequence[int], tmp_path: Path
 ) -> None:
-    for step in (3, 5, 10, 15, 20, 30, 40):
+    for step in STEPS:
         _save(tmp_path, step)
+    begin(tmp_path, 41)  # a save in progress
     deleted = prune(tmp_path, keep_last=keep_last, keep_every=keep_every)
-    assert sorted(step_of(path) for path in tmp_path.iterdir()) == kept
-    assert [step_of(path) for path in deleted] == [step for step in (3, 5, 10, 15, 20, 30, 40) if step not in kept]
-    assert find_latest(tmp_path) == tmp_path / "step_40", "the newest is never deleted"
+    assert [step_of(path) for path in deleted] == [step for step in STEPS if step not in kept]
+    assert {path.name for path in tmp_path.iterdir()} == {*(f"step_{step}" for step in kept), "step_41.tmp"}
     assert prune(tmp_path, keep_last=keep_last, keep_every=keep_every) == []
 
 
-def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(tmp_path: Path) -> None:
+def test_continuing_from_an_older_checkpoint_moves_the_later_ones_aside(tmp_path: Path) -> None:
     for step in (5, 10, 40, 50):
         _save(tmp_path, step)
+    aside = tmp_path / "abandoned"
     link = tmp_path / "good"
     link.symlink_to(tmp_path / "step_10")
-    assert abandon(tmp_path, going_on_from=link) == [
-        tmp_path / "abandoned" / "step_40",
-        tmp_path / "abandoned" / "step_50",
-    ]
-    assert read_state(tmp_path / "abandoned" / "step_50")["step"] == 50
+    assert abandon(tmp_path, going_on_from=link) == [aside / "step_40", aside / "step_50"]
     _save(tmp_path, 20)
     assert prune(tmp_path, keep_last=2) == [tmp_path / "step_5"]
     assert find_latest(tmp_path) == tmp_path / "step_20"
     assert abandon(tmp_path, going_on_from=tmp_path / "step_20") == []
-    elsewhere = _save(tmp_path / "other", 30)  # its own ones are of another branch, whatever their numbers
+    _save(tmp_path, 40, b"another branch")
+    assert abandon(tmp_path, going_on_from=tmp_path / "step_20") == [aside / "step_40.2"], "what is there stays"
+    assert step_of(aside / "step_40") == 40 and read_state(aside / "step_50")["step"] == 50, "one can resume from them"
+    elsewhere = _save(tmp_path / "other", 30)  # of another branch, whatever the numbers
     abandon(tmp_path, going_on_from=elsewhere)
     assert find_latest(tmp_path) is None and elsewhere.exists()
-
-
-def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
-    first = _save(tmp_path, 10)
-    for content in (b"one", b"two", b"three"):
-        _save(tmp_path, 20, content)
-        abandon(tmp_path, going_on_from=first)
-    kept = sorted(path.read_bytes() for path in (tmp_path / "abandoned").glob("*/learner/shard_0"))
-    assert kept == [b"one", b"three", b"two"]
-    aside = tmp_path / "abandoned" / "step_20"
-    assert step_of(aside) == 20, "and it can be gone on from"
-    abandon(tmp_path, going_on_from=aside)
-    assert find_latest(tmp_path) is None and aside.exists()
 
 
 def test_state_that_is_not_jsonable_is_refused_before_anything_is_renamed(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_of_the_experts_those_count_that_a_token_visits() -> None:
     assert model_flops(other) is None
 
 
-def test_packed_sequences_count_by_their_lengths_and_fillers_not_at_all() -> None:
+def test_packed_sequences_count_by_their_lengths_and_fillers_count_nothing() -> None:
     batch = pack(sequences(3))
     lengths = np.diff(batch.cu_seqlens)
     flops = ModelFlops(per_token=1e6, per_loss_token=1e3, per_squared_length=1.0)
@@ -97,9 +97,7 @@ def test_a_step_of_the_critic_alone_has_no_operations_of_the_policy(tiny_dir: Pa
     [
         ("NVIDIA H200", 989.0),
         ("NVIDIA H200 NVL", 835.0),
-        ("NVIDIA H100 PCIe", 756.0),
         ("NVIDIA H20", 148.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
         ("AMD Instinct MI300X", 1307.0),
         ("NVIDIA A10", None),
         ("NVIDIA GH200 480GB", None),

@@ -40,21 +40,21 @@ class _Method:
     def remote(self, *args: object) -> Ref:
         future: Future[Any] = Future()
         self._actor.calls.append((self._name, args))
-        answer = self._actor.answers.get(self._name, None)
-        if isinstance(answer, BaseException):
-            future.set_exception(answer)
-        elif isinstance(answer, Late):
-            asyncio.get_running_loop().call_later(0.2, future.set_exception, answer.error)
-        elif answer != "hang":
-            future.set_result(answer)
+        response = self._actor.responses.get(self._name, None)
+        if isinstance(response, BaseException):
+            future.set_exception(response)
+        elif isinstance(response, Late):
+            asyncio.get_running_loop().call_later(0.2, future.set_exception, response.error)
+        elif response != "hang":
+            future.set_result(response)
         return Ref(future)
 
 
 class HandActor:
-    """Answers each method with a value, an exception, or never ("hang")."""
+    """Responds to each method with a value, an exception, or never ("hang")."""
 
-    def __init__(self, **answers: object) -> None:
-        self.answers = answers
+    def __init__(self, **responses: object) -> None:
+        self.responses = responses
         self.calls: list[tuple[str, tuple[object, ...]]] = []
 
     def __getattr__(self, name: str) -> _Method:
@@ -97,9 +97,9 @@ async def test_the_first_cause_ends_the_call_and_names_its_rank(
     assert reported.startswith(kind.__name__) and words in reported
 
 
-async def test_a_group_is_broken_by_a_call_that_failed_or_a_rank_that_is_silent_or_gone_and_by_no_refusal() -> None:
-    async def called(answer: object, *, alone: bool) -> bool:
-        group = LearnerGroup([HandActor(), HandActor(save=answer)], timeout_s=0.05)
+async def test_a_failed_call_or_a_silent_or_dead_rank_breaks_the_group_and_a_refusal_does_not() -> None:
+    async def called(response: object, *, alone: bool) -> bool:
+        group = LearnerGroup([HandActor(), HandActor(save=response)], timeout_s=0.05)
         call = group.ranks[1].call("save", timeout_s=0.05) if alone else group.save(Path("/x"), step=1)
         await asyncio.gather(call, return_exceptions=True)
         return group.is_broken
@@ -117,7 +117,7 @@ async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("peaks", "peak"), [((1e12, 3e12), 4e12), ((1e12, None), None), ((None, None), None)])
-async def test_ranks_get_their_own_micro_batches_and_the_rewards_of_all_and_their_results_are_joined(
+async def test_each_rank_gets_its_micro_batches_and_all_rewards_and_results_are_joined(
     peaks: tuple[float | None, float | None], peak: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.learner.group.ray.put", lambda part: ("stored", part))
@@ -133,7 +133,7 @@ async def test_ranks_get_their_own_micro_batches_and_the_rewards_of_all_and_thei
     assert (result.model_flops, result.peak_flops) == (7.0, peak), "sums, known only if each is"
 
 
-def test_our_own_warnings_are_kept_while_the_block_runs_and_those_of_others_are_not() -> None:
+def test_only_our_own_warnings_of_the_block_are_kept() -> None:
     own, other = logging.getLogger("trainer.learner.packed_inputs"), logging.getLogger("transformers")
     with captured_warnings() as kept:
         own.warning("no kernel for %s", "npu")
@@ -152,7 +152,7 @@ def test_ranks_meet_at_the_port_that_was_asked_for() -> None:
     assert second.get("greeting") == b"hello"
 
 
-def test_a_port_in_use_is_named_with_what_to_do() -> None:
+def test_a_port_in_use_is_reported_with_what_to_do() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

@@ -108,7 +108,7 @@ def test_export_merges_and_the_adapter_alone_loads_in_peft(tiny_dir: Path, tmp_p
     assert (ours - plain).abs().max() > 1e-2, "the adapter does something"
 
 
-def test_a_checkpoint_holds_adapters_only_and_training_goes_on_from_it(tiny_dir: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_adapters_only_and_training_continues_from_it(tiny_dir: Path, tmp_path: Path) -> None:
     learner = make_learner(lora_config(tiny_dir))
     train(learner, 0, 1)
     learner.save(begin(tmp_path, 2), step=2)
@@ -164,7 +164,7 @@ def test_exported_model_loads_with_equal_weights_and_logits(kind: str, tmp_path:
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "who may read the config may read the weights"
 
 
-def test_files_beside_the_weights_come_from_where_the_model_and_its_tokenizer_are(tmp_path: Path) -> None:
+def test_files_next_to_the_weights_come_from_the_model_and_its_tokenizer(tmp_path: Path) -> None:
     source, tokenizer = save_tiny(tmp_path / "source"), tmp_path / "tokenizer"
     tokenizer.mkdir()
     # End tokens beyond that of config.json, without which an engine would not stop.
@@ -205,7 +205,7 @@ def test_a_tokenizer_with_code_and_files_of_its_own_opens_from_the_export(
     }  # fmt: skip
 
 
-def test_a_tokenizer_that_does_not_open_or_cannot_be_had_is_told_and_costs_no_weights(
+def test_a_tokenizer_that_does_not_open_is_reported_and_costs_no_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

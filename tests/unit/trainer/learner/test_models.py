@@ -12,7 +12,7 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, GPT2Config, PreTrainedConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 from tests.fakes.learner import (
     KINDS,
@@ -30,8 +30,8 @@ from tests.fakes.learner import (
 from tests.fakes.scripted_run import config
 from trainer.errors import ModelError
 from trainer.learner import model as architecture
-from trainer.learner.model import meta_model, torch_dtype
-from trainer.learner.weights import check_weights, checkpoint_files, has_weights, init_weights, resolve_model_dir
+from trainer.learner.model import meta_model
+from trainer.learner.weights import check_weights, checkpoint_files, has_weights, resolve_model_dir
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,12 +49,13 @@ def test_loaded_weights_equal_the_files(kind: str, tmp_path: Path) -> None:
     loaded = weights(make_learner(run_config(directory)))
     assert loaded.keys() == expected.keys()
     assert all(tensor.equal(expected[name]) for name, tensor in loaded.items())
-    # Names that transformers must convert take the slow way.
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    if kind == "qwen2":
-        slowly = weights(make_learner(run_config(directory)))
-        assert all(tensor.equal(expected[name]) for name, tensor in slowly.items())
+
+
+def test_names_that_transformers_must_convert_are_loaded_the_slow_way(tiny_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())
+    torch.save(load_file(tiny_dir / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    expected = dict(AutoModelForCausalLM.from_pretrained(tiny_dir).named_parameters())
+    assert all(tensor.equal(expected[name]) for name, tensor in weights(make_learner(run_config(tmp_path))).items())
 
 
 def test_bfloat16_files_become_float32_masters(tmp_path: Path) -> None:
@@ -95,23 +96,6 @@ def test_weights_that_are_drawn_come_from_the_seed(tmp_path: Path) -> None:
     assert not first["model.layers.0.mlp.up_proj.weight"].equal(first["model.layers.1.mlp.up_proj.weight"])
 
 
-def test_weights_from_the_seed_are_the_same_wherever_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generators of different devices give different numbers, so only that of the device that computes is asked."""
-    drawn: list[tuple[str, torch.device]] = []
-    normal = torch.Tensor.normal_
-
-    def noted(tensor: torch.Tensor, *args: Any, generator: torch.Generator) -> torch.Tensor:
-        drawn.append((tensor.device.type, generator.device))
-        return normal(tensor, *args, generator=generator)
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**TINY))
-    monkeypatch.setattr(torch.Tensor, "normal_", noted)
-    init_weights(model, seed=3, device=torch.device("cpu"))
-    assert drawn
-    assert set(drawn) == {("cpu", torch.device("cpu"))}
-
-
 def test_damaged_files_are_named(tmp_path: Path, tiny_dir: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text((tiny_dir / "config.json").read_text())
@@ -134,7 +118,7 @@ def test_a_weight_that_no_file_holds_is_named_and_never_drawn(name: str, tmp_pat
         make_learner(run_config(tmp_path))
 
 
-def test_weights_that_the_config_has_no_place_for_are_told_and_those_of_another_shape_refused(
+def test_weights_without_a_place_in_the_config_are_reported_and_those_of_another_shape_refused(
     tmp_path: Path, tiny_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())
@@ -151,11 +135,6 @@ def test_weights_that_the_config_has_no_place_for_are_told_and_those_of_another_
     save_file(tensors | {"model.norm.weight": torch.ones(5)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"norm\.weight has shape \(5,\), the model's config.json asks for \(32,\)"):
         make_learner(run_config(tmp_path))
-
-
-def test_float16_training_is_refused() -> None:
-    with pytest.raises(ModelError, match="must be float32 or bfloat16 for training, got 'float16'"):
-        torch_dtype("float16")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +154,7 @@ def write(path: Path, *names: str) -> Path:
     return path
 
 
-def test_missing_directory_says_what_to_give(tmp_path: Path) -> None:
+def test_a_missing_directory_is_reported_with_its_key(tmp_path: Path) -> None:
     absent = str(tmp_path / "absent")
     with pytest.raises(
         ModelError, match=r"^model.path '/.*/absent' is not a directory; give a Hugging Face model dire"
@@ -186,7 +165,9 @@ def test_missing_directory_says_what_to_give(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "key"), [("own/policy", "model.path"), ("own/critic", "critic.path")])
-def test_a_name_that_the_hub_has_not_is_told_with_its_key(name: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_the_hub_does_not_have_is_reported_with_its_key(
+    name: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def snapshot_download(_name: str, **_: Any) -> str:
         raise LocalEntryNotFoundError("offline")
 
@@ -271,40 +252,35 @@ def saved(directory: Path, kind: str, **fields: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("kind", "fields", "words"),
     [
-        (GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11), "no decoder blocks"),
-        (Gemma2Config(**TINY, head_dim=8), "final_logit_softcapping=30.0"),
+        ("gpt2", {}, "no decoder blocks"),
+        ("gemma2", {"head_dim": 8}, r"final_logit_softcapping=30\.0"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "intermediate_size": 64}, "layers of type conv"),
+        ("minimax", {"num_local_experts": 4}, "layers of type linear_attention"),
+        ("recurrent_gemma", {}, r"logits_soft_cap=30\.0"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "type dynamic"),
+        ("gpt_oss", {"num_local_experts": 4}, "GptOssAttention uses attention with s_aux"),
+        ("nemotron", {}, "NemotronAttention was not given packed=<layout>"),
+        ("doge", {}, "attention_mask"),
+        ("deepseek_v3", MLA, "values of size 8 and keys of size 16"),
+        ("falcon", {}, "its own attention code"),
     ],
-    ids=["gpt2", "gemma2"],
-)
-def test_models_that_do_more_than_we_compute_are_refused(config: object, words: str, tmp_path: Path) -> None:
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=words):
-        make_learner(run_config(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("described", "words"),
-    [
-        (("lfm2", {"layer_types": ["conv", "full_attention"], "intermediate_size": 64}), "layers of type conv"),
-        (("minimax", {"num_local_experts": 4}), "layers of type linear_attention"),
-        (("recurrent_gemma", {}), r"logits_soft_cap=30\.0"),
-        (("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}), "type dynamic"),
-        (("gpt_oss", {"num_local_experts": 4}), "GptOssAttention uses attention with s_aux"),
-        (("nemotron", {}), "NemotronAttention was not given packed=<layout>"),
-        (("doge", {}), "attention_mask"),
-        (("deepseek_v3", MLA), "values of size 8 and keys of size 16"),
-        (("falcon", {}), "its own attention code"),
-    ],
-    ids=lambda case: case[0] if isinstance(case, tuple) else "",
 )
 def test_models_that_cannot_run_packed_are_refused_by_their_config_alone(
-    described: tuple[str, dict[str, Any]], words: str, tmp_path: Path
+    kind: str, fields: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    kind, fields = described
     model_config(kind, **fields).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"{words}.*use Qwen2, Qwen3, Qwen3-MoE, Llama or Mistral"):
+        check_model(tmp_path)
+
+
+def test_a_block_without_attention_is_refused_where_the_config_does_not_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(architecture, "LAYER_TYPES", {"conv", "full_attention"})
+    model_config("lfm2", layer_types=["full_attention", "conv"], intermediate_size=64).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"1 of 2 blocks without attention \(the first is 1\)"):
         check_model(tmp_path)
 
 
@@ -318,15 +294,6 @@ def test_quantized_weights_are_refused_by_their_config_alone(
     """Read without their scales they would train as other numbers, and an export would name a quantization it lacks."""
     model_config("qwen3", quantization_config={"quant_method": method, **fields}).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=rf"quantized weights \(quant_method '{method}'\).*give the model in bfloat16"):
-        check_model(tmp_path)
-
-
-def test_a_block_without_attention_is_refused_also_where_the_config_does_not_tell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(architecture, "LAYER_TYPES", {"conv", "full_attention"})
-    model_config("lfm2", layer_types=["full_attention", "conv"], intermediate_size=64).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"1 of 2 blocks without attention \(the first is 1\)"):
         check_model(tmp_path)
 
 
@@ -347,14 +314,8 @@ def test_the_same_weights_give_the_same_logprobs(
     learner, batch = make_learner(run_config(tmp_path, activation_checkpointing=recomputes)), pack(sequences(4))
     first = logprobs(learner, batch)
     np.testing.assert_array_equal(logprobs(learner, batch), first)
-
-
-def test_dropout_of_a_block_that_recomputes_is_off(tmp_path: Path) -> None:
-    """Such a block has to stay in training mode, in which its own dropout would be on."""
-    saved(tmp_path, "seed_oss", head_dim=8)
-    learner = make_learner(run_config(tmp_path, activation_checkpointing=True))
     block = learner.model.base_model.layers[0]
-    assert block.training and not block.mlp.training
+    assert block.training and not block.mlp.training, "what may recompute stays in training mode, its parts do not"
 
 
 @pytest.mark.parametrize(

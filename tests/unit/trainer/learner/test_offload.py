@@ -32,7 +32,7 @@ def test_storages_fill_blocks_in_order_and_a_large_one_has_its_own() -> None:
     )
 
 
-def test_memory_is_given_back_and_every_holder_of_a_tensor_finds_its_bytes_again() -> None:
+def test_memory_is_given_back_and_every_holder_of_a_tensor_gets_its_bytes_back() -> None:
     whole = torch.arange(12.0)
     view, tied, other = whole[4:8], whole, torch.arange(5, dtype=torch.int16)
     offload = CpuOffload([other, whole, tied, torch.empty(0)], backend=get_backend("cpu"), block_bytes=128)
@@ -89,7 +89,7 @@ def test_a_learner_that_leaves_its_device_between_steps_learns_the_same_bits(tin
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_lies_on_the_host_of_an_accelerators_mesh_is_shared_and_not_copied_to_it() -> None:
+def test_host_memory_below_an_accelerators_mesh_is_shared_not_copied() -> None:
     mesh = DeviceMesh("cuda", [0], _init_backend=False)
     meta = TensorMeta(shape=torch.Size([4]), stride=(1,), dtype=torch.float32)
     param = DTensor(torch.zeros(4), DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)

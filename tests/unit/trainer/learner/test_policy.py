@@ -43,17 +43,15 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def test_training_on_policy_reports_ratio_one_and_learns_the_rewarded_tokens(tiny_dir: Path) -> None:
     learner, batch = make_learner(run_config(tiny_dir, lr=3e-3)), pack(sequences(6))
-    before = logprobs(learner, batch)
+    before, mask = logprobs(learner, batch), batch.loss_mask
     batch = replace(batch, behavior_logprobs=before)
-    first = learner.train_step([batch], step=0).metrics
-    mask = batch.loss_mask
-    assert first["ratio_mean"].mean == pytest.approx(1.0, abs=1e-5)
-    assert first["ratio_max"].mean == pytest.approx(1.0, abs=1e-5)
-    assert first["kl_behavior"].mean == pytest.approx(0.0, abs=1e-6)
-    assert first["clip_low_frac"].mean == first["clip_high_frac"].mean == 0
-    assert first["loss"].mean == pytest.approx(-batch.advantages[mask].mean(), abs=1e-5)
-    assert first["num_loss_tokens"].mean == mask.sum() and first["num_tokens"].mean == len(mask)
-    assert 0 < first["entropy"].mean < math.log(61)
+    first = {name: metric.mean for name, metric in learner.train_step([batch], step=0).metrics.items()}
+    expected = {
+        "ratio_mean": 1, "ratio_max": 1, "kl_behavior": 0, "clip_low_frac": 0, "clip_high_frac": 0,
+        "loss": -batch.advantages[mask].mean(), "num_loss_tokens": mask.sum(), "num_tokens": len(mask),
+    }  # fmt: skip
+    assert {name: first[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert 0 < first["entropy"] < math.log(61)
     for step in range(1, 6):
         result = learner.train_step([batch], step=step)
     after = logprobs(learner, batch)
@@ -150,7 +148,7 @@ def test_the_proximal_policy_is_the_one_that_the_step_starts_with(tiny_dir: Path
     assert result.seconds.keys() == {"forward", "backward", "optimizer", "step"}, "it costs no forward pass"
 
 
-def test_a_rejected_answer_counts_as_zero_and_the_denominator_stays(tiny_dir: Path) -> None:
+def test_a_rejected_response_counts_as_zero_and_stays_in_the_denominator(tiny_dir: Path) -> None:
     plain = make_learner(run_config(tiny_dir))
     parts = [replace(part, behavior_logprobs=logprobs(plain, part)) for part in sequences(8)]
     shifted = parts[2].behavior_logprobs - np.float32(3) * parts[2].loss_mask
@@ -162,7 +160,7 @@ def test_a_rejected_answer_counts_as_zero_and_the_denominator_stays(tiny_dir: Pa
     assert_gradients(got, gradients(plain, kept), tolerance=1e-5)
 
 
-def test_metrics_of_a_correction_stand_only_where_it_is_active(tiny_dir: Path) -> None:
+def test_a_correction_has_metrics_only_where_it_is_active(tiny_dir: Path) -> None:
     batch = pack(sequences(3))
     plain = make_learner(run_config(tiny_dir)).train_step([batch], step=0).metrics
     assert not [name for name in plain if name.startswith("correction_") or "stale" in name]
@@ -175,21 +173,19 @@ def test_metrics_of_a_correction_stand_only_where_it_is_active(tiny_dir: Path) -
     assert nothing["correction_ess_frac"].mean == nothing["correction_masked_frac"].mean == 0
 
 
-def test_a_rehearsal_changes_no_number_of_a_later_step(tiny_dir: Path) -> None:
+def test_compiling_ahead_changes_no_number_of_a_later_step(tiny_dir: Path) -> None:
     cfg = run_config(tiny_dir, max_tokens_per_micro_batch=100)
     cfg = replace(
         cfg, task=replace(cfg.task, max_prompt_tokens=5), rollout=replace(cfg.rollout, max_response_tokens=30)
     )
-    rehearsed, plain = make_learner(cfg), make_learner(cfg)
-    before = weights(rehearsed)
-    rehearsed.warmup_compile(largest_micro_batch(cfg))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(rehearsed).items())
-    assert all(param.grad is None for param in rehearsed.model.parameters())
+    warm, plain = make_learner(cfg), make_learner(cfg)
+    warm.warmup_compile(largest_micro_batch(cfg))
+    assert all(param.grad is None for param in warm.model.parameters())
     for step in range(2):
         batch = [pack(sequences(4, seed=step))]
-        assert rehearsed.train_step(batch, step=step).metrics == plain.train_step(batch, step=step).metrics
+        assert warm.train_step(batch, step=step).metrics == plain.train_step(batch, step=step).metrics
     expected = weights(plain)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(rehearsed).items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(warm).items())
 
 
 OBJECTIVES: list[dict[str, Any]] = [
@@ -258,24 +254,18 @@ def limited(*, limit: int, prompt: int, response: int, loss: str = "ppo_clip") -
     ("limit", "lengths"),
     [
         (100, [30, 30, 30, 10]),
-        (90, [30, 30, 30]),
         (92, [30, 30, 30, 2]),  # the shortest sequence that predicts a token
-        (91, [30, 30, 30]),  # what is left is too short for one, and the longest are no longer for it
+        (91, [30, 30, 30]),  # what is left is too short for one
         (29, [30]),  # a sequence over the limit gets a micro-batch of its own
     ],
 )
-def test_it_is_as_large_as_one_can_be_and_made_of_the_longest_sequences(limit: int, lengths: list[int]) -> None:
+def test_the_largest_micro_batch_is_made_of_the_longest_sequences(limit: int, lengths: list[int]) -> None:
     batch = largest_micro_batch(limited(limit=limit, prompt=20, response=10))
-    assert np.diff(batch.cu_seqlens).tolist() == lengths
-    assert len(batch.token_ids) == sum(lengths)
-    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
-        mask = batch.loss_mask[start:end]
-        assert mask[-1]
-        assert not mask[0]
-        assert mask[:-1].sum() == max(0, end - start - 20 - 1)
-    assert not batch.loss_weights.any()
+    assert np.diff(batch.cu_seqlens).tolist() == lengths and len(batch.token_ids) == sum(lengths)
+    expected = [(np.arange(n) >= 20) | (np.arange(n) == n - 1) for n in lengths]
+    np.testing.assert_array_equal(batch.loss_mask, np.concatenate(expected))
     np.testing.assert_array_equal(batch.versions, np.where(batch.loss_mask, 0, -1))
-    assert batch.cov_selected is None
+    assert not batch.loss_weights.any() and batch.cov_selected is None
     selected = largest_micro_batch(limited(limit=limit, prompt=20, response=10, loss="clip_cov")).cov_selected
     assert selected is not None and len(selected) == sum(lengths)
 
