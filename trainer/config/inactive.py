@@ -61,7 +61,7 @@ _PASS_RATES = ("task.pass_rate_min", "task.pass_rate_max")
 _ADVANTAGE, _LOSS, _EVAL_PATH = ("algorithm.advantage_estimator",), ("algorithm.loss",), ("task.eval_path",)
 _CHOSEN = "algorithm.advantage_estimator={c.algorithm.advantage_estimator}"
 _CORRECTION = "algorithm.correction"
-_SPLIT_OF_FILE = "is a file, which has no splits and is read whole"
+_SPLIT_OF_FILE = "is a file, which has no splits"
 _NO_BOUND = "no bound is set"
 _OF_CRITIC = tuple(key for key in all_keys() if key.startswith("critic."))
 _OF_OWN_BACKBONE = ("path", "lr", "weight_decay", "max_grad_norm", "warmup_steps", "updates_per_step", "cpu_offload")
@@ -100,7 +100,7 @@ INACTIVE: tuple[Inactive, ...] = (
         _ADVANTAGE)
         for key in dict.fromkeys(key for traits in ESTIMATORS.values() for key in traits.keys)),
     Inactive(["algorithm.overlong_buffer_tokens"], lambda c: _traits(c).uses_parts,
-        f"{_CHOSEN} takes the parts of the reward, shaping changes their total", _ADVANTAGE),
+        f"{_CHOSEN} reads the parts of the reward, and shaping changes their total", _ADVANTAGE),
     Inactive(["algorithm.overlong_buffer_tokens"], lambda c: c.algorithm.advantage_estimator == "zero",
         f"{_CHOSEN} reads no reward", _ADVANTAGE),
     Inactive(["algorithm.overlong_penalty"], lambda c: c.algorithm.overlong_buffer_tokens == 0,
@@ -153,7 +153,7 @@ INACTIVE: tuple[Inactive, ...] = (
     Inactive(["rollout.min_concurrency"], lambda c: c.rollout.concurrency == "fixed",
         "rollout.concurrency=fixed does not adapt", ["rollout.concurrency"]),
     Inactive(["rollout.repack_below"], lambda c: c.rollout.num_replicas == 1,
-        "one engine has none to move requests to", ["rollout.num_replicas"]),
+        "there is no other engine to move requests to", ["rollout.num_replicas"]),
     Inactive(["rollout.repack_below"], lambda c: c.mode.shares_devices,
         "with mode.name={c.mode.name} all engines leave their devices at the same moment", ["mode.name"]),
     # Training, evaluation, and what is written.

@@ -181,14 +181,14 @@ def _objective(c: RunConfig) -> Iterator[Problem]:
             yield problem(c, _SEQUENCES, message, "use 1, or another estimator, or the KL in the loss", _ADVANTAGE)
     if algorithm.advantage_estimator == "zero":  # all teaching is left to the KL to a teacher
         if kl.coef == 0 or kl.reference_model is None:
-            message = "gives every token 0, so that only a teacher teaches, and there is none"
+            message = "gives every token an advantage of 0, so only a teacher could teach, and there is none"
             hint = "set algorithm.kl.reference_model (and algorithm.kl.coef above 0), or use another estimator"
             yield problem(c, _ADVANTAGE, message, hint, "algorithm.kl.reference_model", "algorithm.kl.coef")
         elif kl.in_reward:
             message = f"cannot be reward: {_ADVANTAGE}=zero reads no reward, so nothing would be learned"
             yield problem(c, _PLACEMENT, message, "use advantage or loss", _ADVANTAGE)
     if algorithm.overlong_buffer_tokens > 0 and algorithm.overlong_penalty == 0:
-        message, hint = "must be above 0: the buffer would cost nothing", f"raise it, or set {_BUFFER}=0"
+        message, hint = "must be above 0, or the buffer costs nothing", f"raise it, or set {_BUFFER}=0"
         yield problem(c, "algorithm.overlong_penalty", message, hint, _BUFFER)
     if algorithm.overlong_buffer_tokens > c.rollout.max_response_tokens:
         message = f"must be at most rollout.max_response_tokens={c.rollout.max_response_tokens}"
@@ -231,7 +231,7 @@ def _correction(c: RunConfig) -> Iterator[Problem]:
         message, hint = f"must be bypass: {named} contains no ratio", "use algorithm.loss=importance_sampling"
         yield problem(c, _OBJECTIVE, message, hint, _LOSS)
     if loss.is_on_policy and is_bypass and staleness > 0 and not mask.is_active and not correction.reject.is_active:
-        message = f"takes samples of mode.max_staleness={staleness} for its own: {named} contains no ratio"
+        message = f"treats samples of mode.max_staleness={staleness} as on-policy because {named} contains no ratio"
         hint = "use mode=sync, algorithm.loss=importance_sampling, or a correction that masks or rejects"
         yield problem(c, _LOSS, message, hint, "mode.max_staleness", _CORRECTION)
     if loss.is_weighted and loss.is_bounded and correction.objective == "decoupled":
@@ -334,14 +334,14 @@ def estimator_problems(c: RunConfig, traits: EstimatorTraits) -> Iterator[Proble
                 hint, value = "to leave out the part, leave out the entry", f"{part}: {weight:g}"
                 yield problem(c, "algorithm.gdpo_weights", "must be finite and not 0", hint, value=value)
         if is_own(name) and c.algorithm.overlong_buffer_tokens > 0:
-            message = f"has no effect because {chosen} takes the parts of the reward, shaping changes their total"
+            message = f"has no effect because {chosen} reads the parts of the reward, and shaping changes their total"
             yield problem(c, _BUFFER, message, "leave it at 0", _ADVANTAGE)
         if c.task.agent:
-            message = f"may reward turns, which are no named part of a reward: {chosen} would not see them"
+            message = f"may reward turns, which {chosen} ignores: it reads the named parts of a reward"
             yield problem(c, "task.agent", message, "use an estimator of the total reward", _ADVANTAGE)
         for failure in ("timeout", "reward_timeout"):
             if getattr(c.algorithm.on_failure, failure) == "zero":
-                message = f"gives no parts of a reward, which {chosen} reads"
+                message = f"gives no named parts of a reward, which {chosen} reads"
                 yield problem(c, f"algorithm.on_failure.{failure}", message, "use drop", _ADVANTAGE)
     if c.rollout.top_k == 1 and (needs_peers or traits.greedy_baseline):
         others = "the greedy response" if traits.greedy_baseline else "the responses of a group"
@@ -352,7 +352,7 @@ def estimator_problems(c: RunConfig, traits: EstimatorTraits) -> Iterator[Proble
     if kl.in_reward:  # estimators that have no meaning on rewards less the KL
         message, hint = "", "use loss, or another estimator"
         if uses_parts:
-            message = f"{chosen} takes the parts of the reward, the KL changes their total"
+            message = f"{chosen} reads the parts of the reward, and the KL changes their total"
         elif is_own(name) and traits.reward_to_go:
             message = f"{chosen} declares reward_to_go, and on the learner nothing would call it"
         elif name == "gpg":
@@ -404,7 +404,7 @@ def _modes(c: RunConfig) -> Iterator[Problem]:
         message = f"must be true with mode.name={name}: engines cannot evaluate while they sleep"
         yield problem(c, "trainer.eval_blocking", message, "the group mode=colocated sets it", "mode.name")
     if c.weight_sync.transport not in {"auto", "ipc", "shm", "gloo"}:
-        message = f"connects two devices, and with mode.name={name} learner and engine are on one"
+        message = f"connects two devices, but with mode.name={name} learner and engine share one"
         yield problem(c, "weight_sync.transport", message, "use auto or ipc", "mode.name")
 
 
@@ -491,10 +491,10 @@ def _evaluation(c: RunConfig) -> Iterator[Problem]:
     if not c.evaluates and trainer.stop_at_accuracy is not None:
         keys = ("task.eval_path", "trainer.eval_every", "trainer.eval_at_start", "trainer.eval_at_end")
         hint = "set task.eval_path and eval_every"
-        yield problem(c, "trainer.stop_at_accuracy", "is never reached: evaluation is off", hint, *keys)
+        yield problem(c, "trainer.stop_at_accuracy", "is never reached because evaluation is off", hint, *keys)
     if task.eval_sets and not task.eval_path:
         hint = "name one of them there (eval/accuracy and trainer.stop_at_accuracy are about it), or ~task.eval_sets"
-        message = "are in addition to task.eval_path, which is empty"
+        message = "need task.eval_path, which is empty"
         yield problem(c, "task.eval_sets", message, hint, "task.eval_path", "trainer.eval_every")
     if not c.evaluates:
         return

@@ -45,10 +45,9 @@ class CheckpointConfig:
     keep_every: NonNegativeInt = 0
     """In addition, keep every checkpoint whose step is divisible by this, indefinitely; 0 keeps none."""
     resume: PathText = "auto"
-    """`auto` resumes from the newest checkpoint in `run_dir` if there is one, `never` refuses a run directory that has
-    one. A path resumes from that checkpoint, or from the newest one of that run directory; a later start with the same
-    path resumes from the newest that followed. Checkpoints that it does not descend from, such as later steps of the
-    same `run_dir`, move to `checkpoints/abandoned`."""
+    """`auto` resumes from the newest checkpoint in `run_dir` if there is one; `never` refuses a run directory that has
+    one. A path (a checkpoint, or a run directory: its newest) resumes from there, and a later start with the same path
+    from the newest that followed. Checkpoints that it does not descend from move to `checkpoints/abandoned`."""
     save_at_end: Bool = True
     """Save a checkpoint after the last step. A run that is interrupted, or fails outside its learner, always does."""
     export_hf: Bool = True
@@ -100,8 +99,8 @@ class LearnerConfig:
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm is clipped to this."""
     max_skipped_steps: NonNegativeInt = 3
-    """Consecutive steps with a non-finite gradient that are skipped, with weights and moments unchanged. One more ends
-    the run, after a save."""
+    """Consecutive steps with a non-finite gradient that are skipped and change nothing. One more ends the run, after a
+    save."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Packed tokens per micro-batch and rank."""
     logprob_chunk_size: PositiveInt = 1024
@@ -155,13 +154,11 @@ class LoraConfig:
 @section
 class ModelConfig:
     path: PathText = "builtin:tiny"
-    """Hugging Face model directory or hub name. `builtin:tiny` is a small Qwen2 that is created and warm-started on
-    first use and cached in the user cache directory."""
+    """Hugging Face model directory or hub name. `builtin:tiny` is a small Qwen2, created on first use and cached."""
     tokenizer_path: PathText = ""
     """Directory or hub name of the tokenizer; empty means `model.path`."""
     random_weights: Bool = False
-    """Initialise the weights randomly from `seed`: `model.path` has a config and no weights. For tests and
-    benchmarks."""
+    """Initialise the weights randomly from `seed`: `model.path` has a config and no weights. For tests."""
     trust_remote_code: Bool = False
     """Run Python code that comes with the model or tokenizer."""
     rollout_dtype: DType = "bfloat16"
@@ -202,9 +199,8 @@ class RolloutConfig:
     top_k: NonNegativeInt = 0
     """Top-k sampling of training rollouts; 0 keeps the whole vocabulary. Restricted as `top_p` is."""
     per_request_seed: Bool | None = None
-    """Whether every request has its own seed, which a reproducible run needs and which costs an engine some speed;
-    otherwise the engines draw from `seed` in the order of their work. null is true with `mode.max_staleness=0` and
-    false above, where timing decides what is trained."""
+    """Whether every request has its own seed, which a reproducible run needs and which costs an engine some speed; null
+    is true with `mode.max_staleness=0` and false above, where timing decides what is trained."""
     stop_token_ids: list[Int] = Field(default_factory=list[int])
     """Tokens that end a response, in addition to the end tokens of the model's generation config and of the tokenizer.
     Like these they are part of the response and trained. Evaluation uses them too."""
@@ -230,9 +226,9 @@ class RolloutConfig:
     """Engines report KV cache usage, preemptions and their queue (`engine/kv_usage_frac/*`, `engine/preemptions/*`,
     `engine/waiting/*`), which costs their front end some time in every step. `concurrency=adaptive` always needs it."""
     repack_below: Annotated[Int, Ge(2)] | None = None
-    """When no request waits to be sent, an engine with fewer requests than this hands them over to fuller ones that
-    have room for all of them, and stays empty until there is a new group. Prompt and tokens so far are computed again.
-    null never moves a request."""
+    """When no request waits, an engine with fewer requests than this hands them over to fuller ones with room for all
+    of them, and idles until there is a new group; their tokens so far are computed again. null never moves a
+    request."""
     gpu_memory_utilization: PositiveFraction = 0.85
     """Fraction of device memory for an engine (accelerators)."""
     kv_cache_gib: PositiveFloat = 1.0
@@ -240,25 +236,21 @@ class RolloutConfig:
     enforce_eager: Bool = False
     """Never capture device graphs."""
     stream_interval: Annotated[Int, Ge(1), Le(1024)] = 64
-    """Tokens per streamed chunk. A dead engine loses at most one chunk; each chunk is a heartbeat, so it must take much
-    less than `heartbeat_timeout_s`."""
+    """Tokens per streamed chunk: the most that a dead engine loses. Each chunk is a heartbeat."""
     request_timeout_s: PositiveFloat = 600.0
     """Longest time to generate the responses of a group (with `task.agent`: one turn of them), including the wait for
     room and moves to other engines; responses that are not done by then have failed."""
     max_retries: NonNegativeInt = 2
     """Retries of a prompt whose group failed, before it is dropped and counted."""
     max_engine_restarts: NonNegativeInt = 3
-    """Restarts of a lost engine while the run trains; 0 excludes it permanently. An hour without a loss resets the
-    budget."""
+    """Restarts of a lost engine while the run trains; 0 excludes it. An hour without a loss resets the budget."""
     max_worker_restarts: NonNegativeInt = 3
-    """Restarts of each lost rollout worker; an hour without a loss resets the budget. The run fails when no worker is
-    left."""
+    """Restarts of each lost rollout worker; an hour without a loss resets the budget. The run fails without workers."""
     heartbeat_timeout_s: PositiveFloat = 120.0
     """An engine that does not respond for this long is lost, and so is one that has requests and yields no token,
     unless it is paused or asleep; a rollout worker is lost after half of it. Lost ones are killed and restarted."""
     engine_args: dict[Name, Any] = Field(default_factory=dict)
-    """Further vLLM engine arguments, passed unchanged. Refused are those that have their own key, and those that weight
-    sync and log-probs rely on."""
+    """Further vLLM engine arguments, passed unchanged; not those that have a key or that a run relies on."""
 
 
 @section
@@ -276,8 +268,7 @@ class RewardConfig:
     max_concurrency: PositiveInt = 32
     """Calls of an `async def` reward at once, per rollout worker; they share one process."""
     queue_timeout_s: PositiveFloat = 600.0
-    """Longest wait of a response for a free reward process, or for its turn to call an `async def` reward; after it,
-    its reward has failed."""
+    """Longest wait of a response for a free reward process or call; after it, its reward has failed."""
 
 
 @section
@@ -345,8 +336,7 @@ class TaskConfig:
     pass_rate_cooldown_epochs: PositiveInt = 2
     """An excluded prompt is skipped this many times, once per epoch, and then tried again."""
     pass_rate_column: str = ""
-    """Column with a pass rate of each prompt (0 to 1), measured before the run: used until one of its groups is
-    finished. Null is unknown."""
+    """Column with the pass rate of a prompt (0 to 1; null is unknown), used until one of its groups is finished."""
     pass_threshold: Float = 1.0
     """Reward from which a training response passes."""
     eval_size: NonNegativeInt = 256
@@ -399,8 +389,7 @@ class TelemetryConfig:
     wandb_tags: str = ""
     """Tags of the run, joined by `+`."""
     record_trajectories: Bool = True
-    """Write every group to `run_dir/trajectories`, before any filter, and the responses of every evaluation to
-    `run_dir/evaluations`."""
+    """Write every group, before any filter, to `run_dir/trajectories`, and evaluations to `run_dir/evaluations`."""
     max_trajectories_gib: PositiveFloat | None = 20.0
     """Maximum size in GiB of `run_dir/trajectories`, and of `run_dir/evaluations`; later records are counted and not
     written. A token takes about 20 bytes. null for no limit."""
@@ -434,8 +423,8 @@ class TrainerConfig:
     """The learner waits for each evaluation at the start and between steps; all engines then share its prompts.
     Otherwise one engine evaluates concurrently with training."""
     eval_timeout_s: PositiveFloat = 7200.0
-    """Longest time of one evaluation. One that takes longer, or has a response that cannot be scored, is reported as
-    failed, with no number, and training continues."""
+    """Longest time of one evaluation. After it, or if a response cannot be scored, it has failed, and training
+    continues."""
     stop_at_accuracy: PositiveFraction | None = None
     """Stop successfully once an evaluation reaches this accuracy on `task.eval_path`; null never does."""
     startup_timeout_s: PositiveFloat = 900.0
@@ -453,8 +442,7 @@ class WeightSyncConfig:
     device to device on any host, `shm` uses shared host memory, `gloo` sends through host memory; `auto` lets every
     engine worker take the fastest that a probe proves to work, learner by learner."""
     relay: Annotated[Literal["auto", "off"], OnOff] = "auto"
-    """Whether engines forward a version to each other: where they outnumber the learners, and so that every byte enters
-    a node once. Needs staged commits."""
+    """Whether engines forward a version to each other where that saves traffic. Needs staged commits."""
     commit: Literal["auto", "staged", "inplace"] = "auto"
     """`staged` pulls during generation and pauses it for a local copy; `inplace` pulls while generation is paused and
     needs no memory; `auto` takes `staged` when the shadow copy fits."""

@@ -48,16 +48,16 @@ BYPASS = "engine's log-probs as old policy"
             {"clip_ratio_high": 0.28, "dynamic_sampling": True, "overlong_buffer_tokens": 4096, "mask_truncated": True},
             (
                 "grpo / std -> ppo_clip(clip_ratio_low=0.2, clip_ratio_high=0.28, dual_clip=null) -> token_mean; "
-                f"{BYPASS}; groups of equal rewards are filtered and replaced; overlong penalty of up to 1 over the last "
-                "4096 tokens; truncated responses carry no loss"
+                f"{BYPASS}; groups of equal rewards are filtered and replaced; overlong penalty of up to 1 over the "
+                "last 4096 tokens; truncated responses carry no loss"
             ),
         ),
         (
             {"correction": CORRECTION, "entropy_coef": 0.01, "normalize_by_std": False, "loss": "reinforce"},
             (
-                "grpo without std -> reinforce() - 0.01 x entropy -> token_mean; learner's log-probs at the start of the "
-                "step as old policy, clamp [..2], mask by ratio [0.5..5], reject responses by k2 (sequence_mean) [..0.8], "
-                "ratio of the token"
+                "grpo without std -> reinforce() - 0.01 x entropy -> token_mean; learner's log-probs at the start of "
+                "the step as old policy, clamp [..2], mask by ratio [0.5..5], reject responses by k2 (sequence_mean) "
+                "[..0.8], ratio of the token"
             ),
         ),
         (
