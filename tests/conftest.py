@@ -36,6 +36,14 @@ def tiny_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shared) if shared else tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="session")
+def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tiny model for real engines."""
+    from tests.fakes.tiny_vllm import save_model
+
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
 def start(tiny_cache: Path) -> Iterator[Callable[..., TrainerProcess]]:
     """`start(run_dir, *overrides)` starts a run, in the repository or in `directory`; the end of the test kills it."""

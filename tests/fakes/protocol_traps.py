@@ -1,63 +1,43 @@
 """Traps: a process that reaches a named state of the weight-sync protocol sends a signal, to itself or to a party.
 
-`watch_protocol` is called once in a process of its own; it looks at the seams that every transport and both commit
-modes pass through, and does nothing while no trap is armed.
+A `Trapped` object puts them into its process, at the seams that every transport and both commit modes pass through.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tests.fakes import sync_world
+from tests.fakes.processes import Vitals, signal_and_see
 from weight_sync.channel import ControlClient
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.messages import LeaseGranted, ReleaseRequest
 from weight_sync.transports import base
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
 State = Literal["opened", "packing", "sealed", "leased", "pulling", "pulled", "attested", "committing"]
 
 
-def process_state(pid: int) -> str:
-    """One letter of proc(5): T is stopped, Z is dead and not yet waited for; X if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
-    return stat[stat.rindex(")") + 2]
-
-
-def signal_and_see(pid: int, number: int) -> None:
-    """Send SIGKILL or SIGSTOP and return when it has had its effect."""
-    os.kill(pid, number)
-    until = time.monotonic() + 5.0
-    while process_state(pid) not in "TtZX":
-        if time.monotonic() > until:
-            raise TimeoutError(f"process {pid} is {process_state(pid)} 5 s after signal {number}")
-        time.sleep(0.001)
-
-
-class Traps:
-    """At most one is armed, and it closes once. Whoever wakes its victim first calls `await_effect`."""
+class Trapped:
+    """At most one trap is armed, and it closes once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._armed: tuple[State, int, int] | None = None
         self.is_committing = False
-        """Set around a commit: its copies are the only ones that are not part of a pull."""
+        """Set around a commit, whose copies are the only ones that are not part of a pull."""
+        _watch_protocol(self)
 
-    def arm(self, state: State, number: int, pid: int) -> None:
-        self._armed = (state, number, pid)
+    def see_trap(self, state: State, number: int, pid: int | None) -> None:
+        """Arm it for process `pid`, or for this one."""
+        self._armed = (state, number, os.getpid() if pid is None else pid)
 
     def reach(self, state: State) -> None:
         """This process is in `state` now."""
@@ -73,41 +53,22 @@ class Traps:
             else:
                 signal_and_see(pid, number)
 
-    def await_effect(self) -> None:
-        """Until a trap that is closing has seen its signal's effect: woken before, the victim would never be seen
-        stopped."""
+    def see_trap_closed(self) -> None:
+        """Wait until a closing trap has seen its effect: a victim that is woken earlier is never seen stopped."""
         with self._lock:
             pass
 
-    @contextlib.contextmanager
-    def committing(self) -> Iterator[None]:
-        self.is_committing = True
-        try:
-            yield
-        finally:
-            self.is_committing = False
+    def see_vitals(self) -> Vitals:
+        return Vitals.of_this()
 
 
-def watch_protocol(traps: Traps) -> None:
-    """Put the traps into this process."""
-    _watch_packing(traps)
-    _watch_control(traps)
-    _watch_pulls(base.ReceiverEnd, traps)
-    synchronize = CpuBackend.synchronize
-
-    def synchronized(self: CpuBackend, stream: Any | None = None) -> None:
-        if traps.is_committing:
-            traps.reach("committing")
-        synchronize(self, stream)
-
-    CpuBackend.synchronize = synchronized
-
-
-def _watch_packing(traps: Traps) -> None:
-    """A pack has begun when it looks at the first shard."""
-    local_tensors = sync_world.local_tensors
+def _watch_protocol(traps: Trapped) -> None:
+    """Once in a process."""
+    local_tensors, ask, synchronize = sync_world.local_tensors, ControlClient.ask, CpuBackend.synchronize
 
     class Shards(dict[str, "torch.Tensor"]):
+        """A pack has begun when it looks at the first shard."""
+
         def get(self, *args: Any) -> Any:
             traps.reach("packing")
             return super().get(*args)
@@ -116,14 +77,8 @@ def _watch_packing(traps: Traps) -> None:
             traps.reach("packing")
             return super().__getitem__(name)
 
-    def watched(full: Mapping[str, torch.Tensor], *, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-        return Shards(local_tensors(dict(full), rank=rank, num_ranks=num_ranks))
-
-    sync_world.local_tensors = watched
-
-
-def _watch_control(traps: Traps) -> None:
-    ask = ControlClient.ask
+    def watched(full: Mapping[str, torch.Tensor], **of_rank: int) -> dict[str, torch.Tensor]:
+        return Shards(local_tensors(dict(full), **of_rank))
 
     def asked(self: Any, request: Any, kind: type[Any], **options: Any) -> Any:
         if isinstance(request, ReleaseRequest):
@@ -133,10 +88,16 @@ def _watch_control(traps: Traps) -> None:
             traps.reach("leased")
         return answer
 
-    ControlClient.ask = asked
+    def synchronized(self: CpuBackend, stream: Any | None = None) -> None:
+        if traps.is_committing:
+            traps.reach("committing")
+        synchronize(self, stream)
+
+    sync_world.local_tensors, ControlClient.ask, CpuBackend.synchronize = watched, asked, synchronized
+    _watch_pulls(base.ReceiverEnd, traps)
 
 
-def _watch_pulls(kind: type[Any], traps: Traps) -> None:
+def _watch_pulls(kind: type[Any], traps: Trapped) -> None:
     """Every receiver end, whatever its transport."""
     for child in kind.__subclasses__():
         _watch_pulls(child, traps)

@@ -1,18 +1,14 @@
-"""Receivers that relay to each other, here or in processes of their own, so that they can be killed or stopped."""
+"""Receivers that relay to each other, here or in processes that can be killed or stopped."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.fakes.forks import PARTIES, forks
-from tests.fakes.protocol_traps import signal_and_see
+from tests.fakes.processes import Child
 from weight_sync.device.select import get_backend
-from weight_sync.errors import RelayStalled
 from weight_sync.messages import RelayHandle, decode, encode
 from weight_sync.plan.types import Run
 from weight_sync.receive.relay import RelayInlet, RelayOutlet, map_shadow
@@ -20,7 +16,7 @@ from weight_sync.receive.staging import shadow_plan
 from weight_sync.transports.base import Piece
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    from collections.abc import Sequence
 
 SOURCES = (2, 5)
 NUM_PIECES = 24
@@ -44,13 +40,15 @@ class Replica:
         ]
         plan = shadow_plan(runs)
         self.block = self.backend.alloc_persistent(plan.nbytes)
-        self.pieces: dict[int, tuple[Piece, ...]] = {}
-        for rank in SOURCES:
-            self.pieces[rank] = tuple(
+        placed = list(zip(runs, plan.run_offsets, strict=True))
+        self.pieces: dict[int, Sequence[Piece]] = {
+            rank: tuple(
                 Piece(run.src_off, self.block.tensor[at : at + run.nbytes])
-                for run, at in zip(runs, plan.run_offsets, strict=True)
+                for run, at in placed
                 if run.src_rank == rank
             )
+            for rank in SOURCES
+        }
         self.map = map_shadow(self.block, self.pieces)
 
     def fill(self, rank: int, version: int, pieces: slice = slice(None)) -> None:
@@ -65,9 +63,8 @@ class Replica:
 
 def expected(rank: int, version: int, piece: Piece) -> torch.Tensor:
     first = piece.src_off + rank * 31 + version * 101
-    return (torch.arange(first, first + piece.dst.numel(), dtype=torch.int32, device=piece.dst.device) % 251).to(
-        torch.uint8
-    )
+    numbers = torch.arange(first, first + piece.dst.numel(), dtype=torch.int32, device=piece.dst.device)
+    return (numbers % 251).to(torch.uint8)
 
 
 class Member:
@@ -77,8 +74,10 @@ class Member:
         self.replica = Replica(**shape)
         self.outlet = RelayOutlet(self.replica.backend, self.replica.map, owner=owner)
         self.inlet: RelayInlet | None = None
-        self.version = -1
-        self.filled = 0
+        self.version, self.filled = -1, 0
+
+    def handle(self) -> bytes:
+        return encode(self.outlet.handle)
 
     def follow(self, handle: bytes) -> None:
         self.inlet = RelayInlet(self.replica.backend, decode(handle, RelayHandle), self.replica.map, patience_s=20.0)
@@ -110,58 +109,15 @@ class Member:
     def holds(self, version: int) -> bool:
         return all(self.replica.holds(rank, version) for rank in SOURCES)
 
-
-def serve(owner: str, shape: dict[str, Any], pipe: Connection) -> None:
-    member = Member(owner, shape)
-    pipe.send_bytes(encode(member.outlet.handle))
-    while True:
-        try:
-            order, args = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(getattr(member, order)(*args))
-        except RelayStalled as error:
-            pipe.send(error)
+    def close(self) -> None:
+        """Its process ends."""
 
 
-class RelayProcess:
-    """A `Member` in a process of its own."""
+class RelayProcess(Child):
+    """A `Member`."""
 
     def __init__(self, owner: str, **shape: Any) -> None:
-        context = forks(*PARTIES)
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(owner, shape, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
+        super().__init__(owner, Member, owner, shape)
 
     def handle(self) -> bytes:
-        """Once, first."""
-        assert self.pipe.poll(120), "the process did not come up"
-        return self.pipe.recv_bytes()
-
-    def start(self, order: str, *args: object) -> None:
-        self.pipe.send((order, args))
-
-    def finish(self, timeout_s: float = 60.0) -> Any:
-        assert self.pipe.poll(timeout_s), "no answer"
-        answer = self.pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def tell(self, order: str, *args: object) -> Any:
-        self.start(order, *args)
-        return self.finish()
-
-    def signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        if number == signal.SIGSTOP:
-            signal_and_see(self.process.pid, number)
-        else:
-            os.kill(self.process.pid, number)
-
-    def close(self) -> None:
-        self.pipe.close()
-        self.process.kill()
-        self.process.join(10)
+        return self.ask("handle", timeout_s=120.0)

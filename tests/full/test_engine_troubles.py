@@ -12,30 +12,32 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.fakes.own_tokenizer import END_ID, save_own_tokenizer
 from tests.fakes.process_life import is_running
+from tests.fakes.tiny_vllm import STOP, make_spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from rollout.engine.interface import EngineSpec
 
 pytestmark = [pytest.mark.timing, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = """
 import asyncio, json, sys
+import msgspec
 from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 
 async def main():
-    engine = VllmEngine(EngineSpec(**json.loads(sys.argv[1])))
+    engine = VllmEngine(msgspec.json.decode(sys.argv[1], type=EngineSpec))
     await engine.start()
     print(json.dumps(await engine.call_workers("te_pid", timeout_s=60.0)), flush=True)
     await asyncio.sleep(600)
@@ -46,63 +48,34 @@ if __name__ == "__main__":
 """Starts an engine, prints the ids of its workers, and waits to be killed."""
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-    )
-    path = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(config).float().save_pretrained(path)
-    return path
-
-
-def settings(model_dir: Path, **changes: object) -> dict[str, object]:
-    return {
-        "model": str(model_dir),
-        "dtype": "float32",
-        "max_model_len": 4096,
-        "max_num_seqs": 8,
-        "kv_cache_gib": 0.125,
-        "enforce_eager": True,
-        "stream_interval": 4,
-        "extension": "tests.fakes.letter_extension.LetterExtension",
-        **changes,
-    }
-
-
 def spec(model_dir: Path, **changes: object) -> EngineSpec:
-    return EngineSpec(**settings(model_dir, **changes))  # type: ignore[arg-type]
+    return make_spec(model_dir, **{"max_num_seqs": 8, "stream_interval": 4, **changes})
 
 
-async def test_an_engine_that_does_not_start_says_why(model_dir: Path) -> None:
+async def test_an_engine_that_does_not_start_says_why(vllm_model: Path) -> None:
     """vLLM itself only says: engine core initialization failed, see root cause above. The cause is looked up in what
     was printed, which goes to a file in an actor, and here by way of pytest."""
     with pytest.raises(RuntimeError, match="engine did not start: ValueError: To serve at least one request") as caught:
-        await VllmEngine(spec(model_dir, kv_cache_gib=0.001)).start()
+        await VllmEngine(spec(vllm_model, kv_cache_gib=0.001)).start()
     assert "max seq len (4096)" in str(caught.value)
 
 
 async def test_an_engine_finds_end_token_and_texts_with_a_tokenizer_that_brings_its_own_code(
-    model_dir: Path, tmp_path: Path
+    vllm_model: Path, tmp_path: Path
 ) -> None:
-    engine = VllmEngine(spec(model_dir, tokenizer=str(save_own_tokenizer(tmp_path)), trust_remote_code=True))
+    engine = VllmEngine(
+        spec(vllm_model, tokenizer=str(save_own_tokenizer(tmp_path)), stop_token_ids=(), trust_remote_code=True)
+    )
     try:
         await engine.start()
-        assert engine._stop_token_ids == [END_ID]
+        assert engine._stop_token_ids == [END_ID, STOP]
     finally:
         await engine.close()
 
 
 @pytest.mark.parametrize("forks", [True, False])
-async def test_an_engine_is_forked_or_spawned_as_its_device_allows(model_dir: Path, forks: bool) -> None:
-    engine = VllmEngine(spec(model_dir, forks=forks))
+async def test_an_engine_is_forked_or_spawned_as_its_device_allows(vllm_model: Path, forks: bool) -> None:
+    engine = VllmEngine(spec(vllm_model, forks=forks))
     await engine.start()
     try:
         (pid,) = await engine.call_workers("te_pid", timeout_s=60.0)
@@ -116,11 +89,15 @@ async def test_an_engine_is_forked_or_spawned_as_its_device_allows(model_dir: Pa
 
 
 @pytest.fixture
-def owner(model_dir: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def owner(vllm_model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that starts an engine of two workers."""
     (tmp_path / "owner.py").write_text(OWNER)
     process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "owner.py"), json.dumps(settings(model_dir, tensor_parallel_size=2))],
+        [
+            sys.executable,
+            str(tmp_path / "owner.py"),
+            msgspec.json.encode(spec(vllm_model, tensor_parallel_size=2)).decode(),
+        ],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -151,8 +128,8 @@ def test_a_worker_that_hangs_does_not_outlive_the_kill_of_its_engine(owner: subp
                 one.kill()
 
 
-async def test_an_engine_whose_process_is_stopped_says_that_it_stands_still(model_dir: Path) -> None:
-    engine = VllmEngine(spec(model_dir))
+async def test_an_engine_whose_process_is_stopped_says_that_it_stands_still(vllm_model: Path) -> None:
+    engine = VllmEngine(spec(vllm_model))
     await engine.start()
     try:
         (pid,) = await engine.call_workers("te_pid", timeout_s=60.0)

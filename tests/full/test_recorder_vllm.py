@@ -6,17 +6,10 @@ writes into a live engine model must equal, bit for bit, those that vLLM's own `
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from transformers import (
-    AutoModelForCausalLM,
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
@@ -28,12 +21,15 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.fakes import vllm_models
 from tests.fakes.patience import PATIENT_TEST_S
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytest.importorskip("vllm", reason="the engine is an optional dependency")
 pytestmark = pytest.mark.timeout(PATIENT_TEST_S)
 
-_ROOT = Path(__file__).parents[2]
 _TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -77,40 +73,12 @@ _CASES = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One line per worker of every case."""
-    root = tmp_path_factory.mktemp("models")
+    """One per worker of every case."""
+    root: Path = tmp_path_factory.mktemp("models")
     for name, config in _CONFIGS.items():
-        for seed, which in enumerate(("old", "new")):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-            with torch.no_grad():
-                for param in (
-                    *model.parameters(),
-                    *model.buffers(),
-                ):  # norms and biases start as constants, which would hide mistakes
-                    param.normal_()
-            model.save_pretrained(root / name / which)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(_ROOT),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CACHE_ROOT": str(root / "cache"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+        vllm_models.write_checkpoints(root / name, config)
     cases = [f"{name}:{split}" for name, splits in _CASES.items() for split in splits]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.vllm_model_worker", str(root), *cases],
-        cwd=_ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENT_TEST_S - 60.0,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-10000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
+    return vllm_models.reports("recorder", root, cases)
 
 
 def test_every_worker_of_every_case_reported(reports: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from rollout.reward.call import RewardResult
 from rollout.types import Prompt, RolloutRequest, SamplingParams
 from rollout.worker.worker import RolloutWorker, WorkerSpec
 from tests.fakes.local_actor import watched
-from tests.integration.test_vllm_engine import make_spec, model_dir, random_prompt  # noqa: F401 - a fixture
+from tests.fakes.tiny_vllm import make_spec, random_prompt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -137,13 +137,11 @@ async def what_commits_recompute_is_no_preemption(engine: VllmEngine) -> None:
     assert engine.load().num_preemptions == before
 
 
-async def test_queue_cache_and_preemptions_show_while_a_small_engine_is_overloaded(
-    model_dir: Path,  # noqa: F811
-) -> None:
+async def test_queue_cache_and_preemptions_show_while_a_small_engine_is_overloaded(vllm_model: Path) -> None:
     # 2 layers x 2 (K, V) x 2 heads x 32 x 4 bytes = 1 KiB per token: room for about 4,096 tokens, where 6 x 1,500 are
     # asked for, 4 at a time.
     spec = make_spec(
-        model_dir,
+        vllm_model,
         max_model_len=2048,
         max_num_seqs=4,
         kv_cache_gib=4096 / (1 << 20),
@@ -167,7 +165,8 @@ async def test_queue_cache_and_preemptions_show_while_a_small_engine_is_overload
         preemptions = [load.num_preemptions for load in seen if load.num_preemptions is not None]
         assert preemptions == sorted(preemptions)
         assert preemptions[-1] >= 1
-        assert replace(engine.load(), times=None) == replace(idle, times=None, num_preemptions=preemptions[-1])
+        done = replace(idle, times=None, num_preemptions=preemptions[-1], generated_tokens=6 * 1500)
+        assert replace(engine.load(), times=None) == done
         await adaptive_concurrency_keeps_what_runs_in_the_cache(engine)
         await what_commits_recompute_is_no_preemption(engine)
     finally:

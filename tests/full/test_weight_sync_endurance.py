@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from tests.fakes.memory_process import WIRE_BYTES, MemoryProcess, plain_manifest
-from tests.fakes.publisher_process import PublisherProcess
-from tests.fakes.replica_process import ReplicaProcess
+from tests.fakes.processes import Child
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from tests.fakes.weight_job import opened_job
+from weight_sync.control.coordinator import SyncCoordinator
+from weight_sync.control.epoch import SyncOptions
+from weight_sync.device.cpu import CpuBackend
+from weight_sync.messages import OpenPublisher, PackReport, decode, encode, manifest_to_bytes
+from weight_sync.plan.planner import build_manifest
+from weight_sync.plan.types import ParamMeta
+from weight_sync.publish.publisher import WeightPublisher
+from weight_sync.publish.shards import shard_descs
+from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from weight_sync.messages import CommitResult
 
@@ -95,16 +104,67 @@ async def test_five_hundred_syncs_of_parties_that_dawdle_end_in_time_and_bit_for
         assert replica.versions == list(range(1, NUM_SYNCS + 1))
 
 
+NUM_PARAMS, ROWS, COLUMNS = 10, 2500, 2000
+"""50 million elements: 200 MB in float32, 100 MB on the wire."""
+WIRE_BYTES = NUM_PARAMS * ROWS * COLUMNS * 2
+PARAMS = tuple(ParamMeta(name=f"w{i}", shape=(ROWS, COLUMNS), dtype="bfloat16") for i in range(NUM_PARAMS))
+
+
+class PlainModel(torch.nn.Module):
+    """An engine that takes the checkpoint as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for param in PARAMS:
+            value = torch.nn.Parameter(torch.zeros(param.shape, dtype=torch.bfloat16), requires_grad=False)
+            self.register_parameter(param.name, value)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+class LargeRank:
+    """A learner rank that holds its rows in float32 and measures the memory that publishing takes."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._shards = {param.name: torch.full((ROWS // num_ranks, COLUMNS), 1.0 + rank) for param in PARAMS}
+        self._publisher = WeightPublisher(CpuBackend(), rank=rank)
+        self.close = self._publisher.close
+
+    def open(self, manifest: bytes) -> None:
+        opening = OpenPublisher(
+            run_id="run", secret=b"s" * 32, epoch=1, manifest=manifest, transport="shm", num_slots=2, verify=True,
+            host="127.0.0.1",
+        )  # fmt: skip
+        self._publisher.open(encode(opening))
+
+    def publish(self, version: int) -> int:
+        """Publish, and measure how many bytes that added while it ran."""
+        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
+        report = decode(self._publisher.publish(version, self._shards, deadline_s=30.0), PackReport)
+        self._publisher.digests(version)  # sealed, that is
+        assert report.version == version
+        return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    """Bytes of a row of proc(5) status."""
+    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(rows[name].split()[0]) * 1024
+
+
 def test_publish_needs_its_own_shards_and_one_slot() -> None:
     """Slots are shared memory, backed when it is first written: so the first publish of a slot adds that slot."""
-    learners = [MemoryProcess(rank, 2) for rank in range(2)]
+    shards = shard_descs(PARAMS, num_ranks=2)
+    layout = record_layout(PlainModel(), PARAMS, worker=0)
+    manifest = manifest_to_bytes(build_manifest(epoch=1, params=PARAMS, shards=shards, workers=[layout]))
+    learners = [Child(f"learner {rank}", LargeRank, rank, 2) for rank in range(2)]
     try:
-        manifest = plain_manifest(2)
         for learner in learners:
             learner.ask("open", manifest)
-        peaks: list[list[int]] = []
-        for version in range(1, 5):
-            peaks.append([learner.ask("publish", version) for learner in learners])
+        peaks = [[learner.ask("publish", version) for learner in learners] for version in range(1, 5)]
     finally:
         for learner in learners:
             learner.close()
@@ -114,33 +174,20 @@ def test_publish_needs_its_own_shards_and_one_slot() -> None:
 
 
 async def test_two_hundred_syncs_leave_counters_files_threads_and_memory_flat() -> None:
-    learners = [PublisherProcess(rank, 2) for rank in range(2)]
-    replicas = [ReplicaProcess(f"r{i}", 2) for i in range(2)]
-    parties = [*learners, *replicas]
-    options = SyncOptions(timeout_s=30.0, commit="staged")
-    coordinator = SyncCoordinator(learners, [replica.handle for replica in replicas], options=options)
-    try:
-        await coordinator.open()
+    async with opened_job(num_workers=2, timeout_s=30.0, commit="staged") as job:
         first: dict[str, int] = {}
         for version in range(1, 201):
-            for learner in learners:
-                learner.ask("train", version)
-            await coordinator.publish(version)
-            report = await coordinator.sync(version)
+            await job.publish(version)
+            report = await job.coordinator.sync(version)
             made = {name: count for name, count in report.counters.items() if name not in TRAFFIC}
             first = first or made
             assert made == first, f"version {version} made something again"
             assert (report.num_retries, report.replicas_live) == (0, 2)
             if version == 50:  # allocators and pools have warmed up
-                early = [party.vitals() for party in parties]
-        for party, then in zip(parties, early, strict=True):
-            now = party.vitals()
+                early = [party.ask("see_vitals") for party in job.parties]
+        for party, then in zip(job.parties, early, strict=True):
+            now = party.ask("see_vitals")
             assert now.num_files == then.num_files, f"{party.name}: {then} -> {now}"
             assert now.num_threads == then.num_threads, f"{party.name}: {then} -> {now}"
             assert now.resident_bytes - then.resident_bytes < 4 * MIB, f"{party.name}: {then} -> {now}"
-        for replica in replicas:
-            assert replica.condition(200).weights == 200
-    finally:
-        await coordinator.close()
-        for party in parties:
-            party.close()
+        assert job.weights(200) == [200, 200]

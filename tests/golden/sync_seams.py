@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
-import weight_sync
 from tests.fakes.coordinator_process import CoordinatorProcess
-from tests.fakes.derived_engine import DerivedEngine, ToyReloader, checkpoint_params
 from tests.fakes.forks import PARTIES, RANKS, forks
 from tests.fakes.publisher_process import PublisherProcess
 from tests.fakes.replica_process import Patience
+
+import weight_sync
+from tests.fakes.derived_engine import DerivedEngine, ToyReloader, checkpoint_params
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
 from tests.fakes.virtual_time import run_virtual
 from tests.fakes.weight_job import WeightJob

@@ -14,10 +14,11 @@ from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import collect
-from tests.full.test_fallback_vllm import write_checkpoints
+from tests.fakes.tiny_vllm import EngineHandle
+from tests.fakes.vllm_models import write_checkpoints
 from tests.integration.test_fallback_gpu import CONFIG, EXPERTS, PROMPT, Learner
-from tests.integration.test_lora_vllm import EngineHandle
-from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator
+from weight_sync.control.epoch import SyncOptions
 from weight_sync.vllm.compat import EXTENSION
 
 if TYPE_CHECKING:

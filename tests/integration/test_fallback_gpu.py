@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.fakes.sync_world import LocalPublisher
-from tests.full.test_fallback_vllm import write_checkpoints
-from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from tests.fakes.vllm_models import write_checkpoints
+from weight_sync.control.coordinator import SyncCoordinator
+from weight_sync.control.epoch import SyncOptions
 from weight_sync.device.select import get_backend
 from weight_sync.plan.types import ParamMeta
 from weight_sync.publish.publisher import WeightPublisher

@@ -18,23 +18,26 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import Response, collect
 from tests.fakes.learner import run_config
-from tests.fakes.learner_process import LearnerProcess
 from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
+from tests.fakes.ranks import RankProcess, lora_rank
+from tests.fakes.tiny_vllm import EngineHandle, make_spec, random_prompt
 from trainer.config.schema import LoraConfig
-from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator
+from weight_sync.control.epoch import SyncOptions
 from weight_sync.errors import PlanMismatch
-from weight_sync.messages import CommitResult, ReadBack, open_reply
+from weight_sync.messages import ReadBack, open_reply
 from weight_sync.vllm.compat import EXTENSION
 from weight_sync.vllm.lora import peft_name
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from rollout.engine.interface import EngineSpec
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(PATIENT_TEST_S)]
 RANK, ALPHA, LAYERS, HEADS = 8, 12.0, 2, 2
@@ -50,29 +53,14 @@ FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_at
 ADAPTER_BYTES = 4 * LAYERS * sum(RANK * (rows + columns) for rows, columns in SHAPES.values())
 
 
-class EngineHandle:
-    """A replica handle without Ray."""
-
-    name = "r0"
-
-    def __init__(self, engine: VllmEngine) -> None:
-        self.engine = engine
-
-    async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
-        return await self.engine.call_workers(method, *args, timeout_s=timeout_s)
-
-    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
-        return await self.engine.commit(version, method, *args, timeout_s=timeout_s)
-
-
 class Rig:
-    def __init__(self, ranks: list[LearnerProcess], engine: VllmEngine, num_workers: int, folder: Path) -> None:
+    def __init__(self, ranks: list[RankProcess], engine: VllmEngine, num_workers: int, folder: Path) -> None:
         self.ranks, self.engine, self.num_workers, self.folder = ranks, engine, num_workers, folder
         self.models: dict[int, Any] = {}
         """Version -> merged Hugging Face model, as the learner exported it."""
 
     async def everyone(self, method: str, *args: object) -> list[Any]:
-        return await asyncio.gather(*(rank.call(method, *args, timeout_s=PATIENT_S) for rank in self.ranks))
+        return await asyncio.gather(*(rank.call(method, *args) for rank in self.ranks))
 
     async def export(self, version: int) -> None:
         await self.everyone("set_adapters", version)
@@ -130,17 +118,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.asynccontextmanager
 async def learner_ranks(
     folder: Path, *, rollout_dtype: str
-) -> AsyncIterator[tuple[list[LearnerProcess], asyncio.Future[Any]]]:
+) -> AsyncIterator[tuple[list[RankProcess], asyncio.Future[Any]]]:
     """Two learner ranks on the host, and their setup on its way: engines start at the same time."""
     cfg = run_config(folder / "base", num_ranks=2)
     lora = LoraConfig(rank=RANK, alpha=ALPHA, target_modules=TARGETS)
     cfg = replace(cfg, model=replace(cfg.model, rollout_dtype=rollout_dtype, lora=lora))
     cfg = replace(cfg, device=replace(cfg.device, name="cpu"))
-    ranks = [LearnerProcess(cfg, rank, 2) for rank in range(2)]
+    ranks = [RankProcess(lora_rank, rank, cfg, 2) for rank in range(2)]
 
     async def setup() -> None:
-        address = await ranks[0].call("node_address", timeout_s=PATIENT_S)
-        await asyncio.gather(*(rank.call("setup", address, timeout_s=PATIENT_S) for rank in ranks))
+        address = await ranks[0].call("node_address")
+        await asyncio.gather(*(rank.call("setup", address) for rank in ranks))
 
     ready = asyncio.ensure_future(setup())
     try:
@@ -150,35 +138,25 @@ async def learner_ranks(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def learners(folder: Path) -> AsyncIterator[tuple[list[LearnerProcess], asyncio.Future[Any]]]:
+async def learners(folder: Path) -> AsyncIterator[tuple[list[RankProcess], asyncio.Future[Any]]]:
     async with learner_ranks(folder, rollout_dtype="float32") as learners:
         yield learners
 
 
-def make_spec(folder: Path, **changes: Any) -> EngineSpec:
-    values: dict[str, Any] = {
-        "model": str(folder / "base"),
-        "dtype": "float32",
-        "max_model_len": 1024,
-        "max_num_seqs": 8,
-        "kv_cache_gib": 0.125,
-        "enforce_eager": True,
-        "stream_interval": 8,
-        "extension": EXTENSION,
-        "lora_rank": RANK,
-        "lora_targets": tuple(TARGETS.split("+")),
-    }
-    return EngineSpec(**{**values, **changes})
+def lora_spec(folder: Path, **changes: Any) -> EngineSpec:
+    lora = {"extension": EXTENSION, "lora_rank": RANK, "lora_targets": tuple(TARGETS.split("+"))}
+    size = {"max_model_len": 1024, "max_num_seqs": 8, "stream_interval": 8}
+    return make_spec(folder / "base", **{"tokenizer": "", "stop_token_ids": (), **lora, **size, **changes})
 
 
 @pytest_asyncio.fixture(
     scope="module", loop_scope="module", params=[1, pytest.param(2, marks=pytest.mark.full)], ids=["tp1", "tp2"]
 )
 async def rig(
-    request: pytest.FixtureRequest, learners: tuple[list[LearnerProcess], asyncio.Future[Any]], folder: Path
+    request: pytest.FixtureRequest, learners: tuple[list[RankProcess], asyncio.Future[Any]], folder: Path
 ) -> AsyncIterator[Rig]:
     ranks, ready = learners
-    engine = VllmEngine(make_spec(folder, tensor_parallel_size=request.param))
+    engine = VllmEngine(lora_spec(folder, tensor_parallel_size=request.param))
     try:
         await asyncio.gather(engine.start(), ready)
         yield Rig(ranks, engine, request.param, folder)
@@ -192,10 +170,6 @@ async def coordinator(rig: Rig) -> AsyncIterator[SyncCoordinator]:
     await coordinator.open()
     yield coordinator
     await coordinator.close()
-
-
-def prompt_of(seed: int, num_tokens: int = 12) -> np.ndarray:
-    return np.random.default_rng(seed).integers(2, 128, num_tokens).astype(np.int32)
 
 
 def reference(rig: Rig, prompt: np.ndarray, answer: Response, labels: list[int]) -> np.ndarray:
@@ -225,7 +199,7 @@ async def test_engine_has_the_adapter_bit_for_bit_and_only_the_adapter_moves(
         if rig.num_workers == 1:
             assert report.nbytes == ADAPTER_BYTES, "adapters and nothing else"
         assert report.nbytes < 2 * ADAPTER_BYTES
-        prompt = prompt_of(version)
+        prompt = random_prompt(version)
         answer = await ask(rig, f"v{version}", prompt)
         assert set(answer.labels) == {version}
         np.testing.assert_allclose(answer.logprobs, reference(rig, prompt, answer, answer.labels), atol=2e-3)
@@ -240,7 +214,7 @@ async def test_requests_in_flight_change_version_at_the_commit_and_every_token_s
     for version in (12, 13):  # while requests run, nothing but the syncs takes time
         await rig.export(version)
     await rig.next_version(coordinator, 11)
-    prompts = [prompt_of(20 + i) for i in range(3)]
+    prompts = [random_prompt(20 + i) for i in range(3)]
     is_over = asyncio.Event()
     answers: list[tuple[np.ndarray, Response]] = []
 
@@ -272,7 +246,7 @@ async def test_two_versions_never_share_a_prefix_though_the_adapter_has_one_name
     rig: Rig, coordinator: SyncCoordinator
 ) -> None:
     """The second half shows that the cache is on and that nothing but the salt keeps versions apart."""
-    prompt = prompt_of(40, num_tokens=600)
+    prompt = random_prompt(40, num_tokens=600)
     answers, unsalted = [], []
     for version in (21, 22):
         await rig.next_version(coordinator, version)

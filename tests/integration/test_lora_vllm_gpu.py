@@ -12,7 +12,8 @@ import torch
 
 from rollout.engine.vllm_engine import VllmEngine
 from tests.integration import test_lora_vllm as on_cpu
-from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncCoordinator
+from weight_sync.control.epoch import SyncOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,7 +30,7 @@ folder = on_cpu.folder
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(folder: Path) -> AsyncIterator[on_cpu.Rig]:
     changes = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.2}
-    engine = VllmEngine(on_cpu.make_spec(folder, **changes))
+    engine = VllmEngine(on_cpu.lora_spec(folder, **changes))
     async with on_cpu.learner_ranks(folder, rollout_dtype="bfloat16") as (ranks, ready):
         try:
             await asyncio.gather(engine.start(), ready)
@@ -50,7 +51,7 @@ async def test_graphs_compute_with_the_adapter_of_the_last_commit(rig: on_cpu.Ri
             assert report.nbytes == on_cpu.ADAPTER_BYTES // 2
             await rig.assert_slot_holds_the_adapter(torch.bfloat16)
             await coordinator.self_test()
-            prompt = on_cpu.prompt_of(version)
+            prompt = on_cpu.random_prompt(version)
             answer = await on_cpu.ask(rig, f"{commit}-{version}", prompt, max_tokens=48)
             assert set(answer.labels) == {version}
             errors = {

@@ -22,26 +22,27 @@ def test_a_version_passes_along_a_chain_of_processes(device: str, piece_bytes: i
         RelayProcess(f"{name}/0", device=device, index=place % num_devices, piece_bytes=piece_bytes)
         for place, name in enumerate("ABCD"[:CHAIN])
     ]
+
+    def pull_along(members: list[RelayProcess], version: int) -> None:
+        """The last in line asks first: it waits for those before it, and they for the first."""
+        for member in reversed(members):
+            member.ask("begin", version)
+        for member in reversed(chain[1:]):
+            member.tell("pull")
+
     try:
         handles = [member.handle() for member in chain]
         for member, handle in zip(chain[1:], handles[:-1], strict=True):
-            member.tell("follow", handle)
+            member.ask("follow", handle)
         for version in (1, 2):
-            # The last in line asks first: it waits for those before it, and they for the first.
-            for member in reversed(chain):
-                member.tell("begin", version)
-            for member in reversed(chain[1:]):
-                member.start("pull")
-            chain[0].tell("offer")
-            spans = [member.finish() for member in chain[1:]]
-            for member in chain:
-                assert member.tell("holds", version)
+            pull_along(chain, version)
+            chain[0].ask("offer", timeout_s=60.0)
+            for member in chain[1:]:
+                member.told(60.0)
+            assert all(member.ask("holds", version, timeout_s=60.0) for member in chain)
             # Once more with the first one ready, so that nothing but the links is measured.
-            for member in reversed(chain[1:]):
-                member.tell("begin", version)
-            for member in reversed(chain[1:]):
-                member.start("pull")
-            spans = [member.finish() for member in chain[1:]]
+            pull_along(chain[1:], version)
+            spans = [member.told(60.0) for member in chain[1:]]
             seconds = max(ended for _, ended in spans) - max(began for began, _ in spans)
             nbytes = len(SOURCES) * NUM_PIECES * piece_bytes
             print(f"{device}: {nbytes / seconds / 1e9:.0f} GB/s to the last of {CHAIN - 1}, "

@@ -11,79 +11,32 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
-from rollout.engine.interface import Engine, EngineSpec
 from rollout.engine.vllm_config import vllm_sampling
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import EngineContract, Response, collect
+from tests.fakes.tiny_vllm import EXTRA_STOP, STOP, make_spec, random_prompt
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Container, Sequence
     from pathlib import Path
 
+    from rollout.engine.interface import Engine
+
 pytestmark = pytest.mark.timing
 
-STOP, EXTRA_STOP = 1, 2
 ENDING: dict[int, int] = {}
 """Version -> the only token that it samples."""
 ONE_LOOP = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen2 with random float32 weights, flat enough that sampling visits many tokens."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=128,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        eos_token_id=STOP,
-        bos_token_id=0,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
-    path = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(config).float().save_pretrained(path)
-    hex_tokenizer(config.vocab_size).save_pretrained(path)
-    return path
-
-
-def hex_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Every token is a number of two digits, without a space between them."""
-    words = {f"{token:02x}": token for token in range(vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="00"))
-    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="00", eos_token=f"{STOP:02x}")
-
-
-def make_spec(model_dir: Path, **changes: object) -> EngineSpec:
-    values: dict[str, object] = {
-        "model": str(model_dir),
-        "tokenizer": str(model_dir),
-        "stop_token_ids": (EXTRA_STOP,),
-        "dtype": "float32",
-        "max_model_len": 4096,
-        "max_num_seqs": 64,
-        "kv_cache_gib": 0.125,
-        "enforce_eager": True,
-        "stream_interval": 16,
-        "extension": "tests.fakes.letter_extension.LetterExtension",
-    }
-    return EngineSpec(**{**values, **changes})  # type: ignore[arg-type]
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(model_dir: Path) -> AsyncIterator[Engine]:
+async def engine(vllm_model: Path) -> AsyncIterator[Engine]:
     ENDING.clear()
-    engine = VllmEngine(make_spec(model_dir))
+    engine = VllmEngine(make_spec(vllm_model))
     assert list(await engine.start()) == ["imports", "processes and model", "warm-up"]
     assert engine._stop_token_ids == [STOP, EXTRA_STOP]
     (pid,) = await engine.call_workers("te_pid", timeout_s=10.0)
@@ -94,19 +47,15 @@ async def engine(model_dir: Path) -> AsyncIterator[Engine]:
     process.wait(30.0)  # one that vLLM had to kill is on its way out
 
 
-def random_prompt(seed: int, num_tokens: int = 12) -> np.ndarray:
-    return np.random.default_rng(seed).integers(2, 128, num_tokens).astype(np.int32)
-
-
 @ONE_LOOP
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
-    engine: Engine, model_dir: Path, temperature: float
+    engine: Engine, vllm_model: Path, temperature: float
 ) -> None:
     """Reference: Hugging Face forward in float32, log-softmax after temperature."""
     params = [SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(8)]
     answers = await asyncio.gather(*[collect(engine, f"hf-{i}", p, random_prompt(i)) for i, p in enumerate(params)])
-    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = Qwen2ForCausalLM.from_pretrained(vllm_model, dtype=torch.float32)
     for i, answer in enumerate(answers):
         prompt = random_prompt(i)
         ids = torch.tensor([[*prompt.tolist(), *answer.tokens]])
@@ -188,9 +137,9 @@ async def test_a_prompt_that_the_model_cannot_take_is_refused_and_the_engine_goe
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def narrow(model_dir: Path) -> AsyncIterator[VllmEngine]:
+async def narrow(vllm_model: Path) -> AsyncIterator[VllmEngine]:
     """One request at a time: the others wait inside vLLM. Its last test ends it."""
-    engine = VllmEngine(make_spec(model_dir, max_num_seqs=1))
+    engine = VllmEngine(make_spec(vllm_model, max_num_seqs=1))
     await engine.start()
     yield engine
     await engine.close()

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rollout.engine.vllm_engine import VllmEngine
+from tests.fakes import tiny_vllm
 from tests.integration import test_vllm_engine as on_cpu
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 _SHAPE: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": on_cpu.STOP, "bos_token_id": 0,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": tiny_vllm.STOP, "bos_token_id": 0,
     "tie_word_embeddings": False,
 }  # fmt: skip
 _DENSE = Qwen2Config(**_SHAPE)
@@ -55,13 +56,13 @@ def case(request: pytest.FixtureRequest) -> Case:
 def model_dir(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     AutoModelForCausalLM.from_config(case.config, dtype=torch.bfloat16).save_pretrained(path)
-    on_cpu.hex_tokenizer(case.config.vocab_size).save_pretrained(path)
+    tiny_vllm.hex_tokenizer(case.config.vocab_size).save_pretrained(path)
     return path
 
 
 async def start(model_dir: Path, case: Case, **changes: Any) -> Engine:
     on_device = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.2}
-    engine = VllmEngine(on_cpu.make_spec(model_dir, **on_device, **case.changes, **changes))
+    engine = VllmEngine(tiny_vllm.make_spec(model_dir, **on_device, **case.changes, **changes))
     await engine.start()
     return engine
 

@@ -13,9 +13,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.fakes.fsdp_rank import TINY, RankProcess
 from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
-from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from tests.fakes.ranks import TINY, RankProcess, tiny_rank
+from weight_sync.control.coordinator import SyncCoordinator
+from weight_sync.control.epoch import SyncOptions
 from weight_sync.errors import VersionUnavailable, WeightSyncError
 from weight_sync.messages import PollRequest, Progress, ReadBack, WorkerStatus, open_reply
 from weight_sync.vllm.compat import EXTENSION
@@ -62,7 +63,7 @@ class Rig:
 
     async def everyone(self, method: str, *args: object) -> list[Any]:
         """Collectives need all ranks at once."""
-        return await asyncio.gather(*(rank.call(method, *args, timeout_s=PATIENT_S) for rank in self.ranks))
+        return await asyncio.gather(*(rank.call(method, *args) for rank in self.ranks))
 
     async def assert_equal(self) -> None:
         full = (await self.everyone("full_state"))[0]
@@ -130,7 +131,7 @@ async def running(folder: Path, num_workers: int, **parallel: int) -> AsyncItera
 
     config = {**TINY, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
-    ranks = [RankProcess(rank, 2, folder / "store") for rank in range(2)]
+    ranks = [RankProcess(tiny_rank, rank, 2, folder / "store") for rank in range(2)]
     args = AsyncEngineArgs(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
         max_model_len=512, max_num_seqs=16, worker_extension_cls=EXTENSION, disable_log_stats=True, **parallel,

@@ -1,10 +1,9 @@
-"""The four backends, side by side: cpu for real, the others on fake driver libraries compiled here."""
+"""The four backends next to each other: cpu for real, the others on fake driver libraries compiled here."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,56 +13,60 @@ from tests.fakes.drivers.peer import Peer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.fakes.drivers.host_npu import HostNpuBinding
-    from weight_sync.device.base import Backend, IpcHandle
+    from weight_sync.device.base import IpcHandle
 
 ACCELERATORS = ("cuda", "rocm", "npu")
 
 
-@dataclass
 class Harness:
-    """One backend and, for an accelerator, its fake library and torch binding."""
+    """One backend and, for an accelerator, its fake library and torch binding; and a second process."""
 
-    name: str
-    library: str | None
-    backend: Backend
-    binding: HostBinding | HostNpuBinding
-    peer: Peer
-    theirs: list[Any] = field(default_factory=list)
-    """Open blocks of the second process."""
+    def __init__(self, name: str, library: str | None, peer: Peer) -> None:
+        self.name, self.library, self.peer = name, library, peer
+        if library is not None:
+            self._fake().fake_reset()
+        self.binding = HostBinding() if library is None else make_binding(name, library)
+        self.backend = make_backend(name, library, self.binding)
+        self.theirs: list[int] = []
+        """Open blocks of the second process."""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu"
 
     def counter(self, name: str) -> int:
         function = self._fake().fake_counter
         function.restype = ctypes.c_long
         return function(name.encode())
 
-    def fail(self, function: str, code: int, times: int = 1) -> None:
-        self._fake().fake_fail(function.encode(), code, times)
+    def counters(self, *names: str) -> tuple[int, ...]:
+        return tuple(map(self.counter, names))
+
+    def fail(self, cuda: str, acl: str, code: int) -> str:
+        """The next call of it fails. A call is given as cudart and as ACL have it; returns the vendor's name."""
+        name = {"cuda": "cuda" + cuda, "rocm": "hip" + cuda, "npu": acl}[self.name]
+        self._fake().fake_fail(name.encode(), code, 1)
+        return name
 
     def set_total(self, nbytes: int) -> None:
         self._fake().fake_set_total(ctypes.c_size_t(nbytes))
 
-    def call(self, op: str, **arguments: object) -> object:
-        """A call on this backend in the second process."""
-        return self.peer.call(op, name=self.name, library=self.library, **arguments)
-
-    def alloc(self, nbytes: int = 1024) -> Any:
+    def alloc(self, nbytes: int = 1024) -> int:
         """A block of this backend in the second process, which the end of the test closes."""
-        block = self.call("alloc", nbytes=nbytes)
-        self.theirs.append(block)
-        return block
+        self.theirs.append(self.peer.call("alloc", self.name, self.library, nbytes))
+        return self.theirs[-1]
 
-    def close(self, block: Any) -> None:
-        self.theirs.remove(block)
-        self.peer.call("close", block=block)
+    def handle(self, nbytes: int = 1024) -> IpcHandle:
+        """Of such a block."""
+        return self.peer.export(self.alloc(nbytes))
 
     def open_in_peer(self, handle: IpcHandle) -> int:
         self.theirs.append(self.peer.open(self.name, self.library, handle))
         return self.theirs[-1]
 
-    def function(self, cuda: str, acl: str) -> str:
-        """The vendor's name of a call, given as cudart and as ACL have it."""
-        return {"cuda": "cuda" + cuda, "rocm": "hip" + cuda, "npu": acl}[self.name]
+    def close(self, block: int) -> None:
+        self.theirs.remove(block)
+        self.peer.call("give_up", block)
 
     def _fake(self) -> ctypes.CDLL:
         assert self.library is not None
@@ -81,26 +84,24 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def peer() -> Iterator[Peer]:
     process = Peer()
     yield process
-    process.stop()
+    process.close()
 
 
-def _harness(request: pytest.FixtureRequest, peer: Peer) -> Iterator[Harness]:
+@pytest.fixture
+def every(request: pytest.FixtureRequest, peer: Peer) -> Iterator[Harness]:
     name = request.param
-    library = None if name == "cpu" else request.getfixturevalue("libraries")[name]
-    if library is not None:
-        ctypes.CDLL(library).fake_reset()
-    binding = HostBinding() if library is None else make_binding(name, library)
-    harness = Harness(name, library, make_backend(name, library, binding), binding, peer)
+    harness = Harness(name, None if name == "cpu" else request.getfixturevalue("libraries")[name], peer)
     yield harness
     for block in [*harness.theirs]:
         harness.close(block)
 
 
-@pytest.fixture(params=("cpu", *ACCELERATORS))
-def every(request: pytest.FixtureRequest, peer: Peer) -> Iterator[Harness]:
-    yield from _harness(request, peer)
+@pytest.fixture
+def accelerator(every: Harness) -> Harness:
+    return every
 
 
-@pytest.fixture(params=ACCELERATORS)
-def accelerator(request: pytest.FixtureRequest, peer: Peer) -> Iterator[Harness]:
-    yield from _harness(request, peer)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if {"every", "accelerator"} & set(metafunc.fixturenames):
+        names = ACCELERATORS if "accelerator" in metafunc.fixturenames else ("cpu", *ACCELERATORS)
+        metafunc.parametrize("every", names, indirect=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.fakes.drivers.peer import Peer
+from tests.fakes.drivers.peer import Peer, pattern
 from weight_sync.device import DeviceError
 from weight_sync.device.digest import digest_bytes
 
@@ -32,40 +32,36 @@ NBYTES = 64 * 2**20 + 12345
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Peer, Peer]]:
     """(exporter, importer), each seeing one device, both with expandable segments."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(torch.cuda.device_count()))).split(
-        ","
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
+    pair = (
+        Peer({**settings, "CUDA_VISIBLE_DEVICES": visible[0]}),
+        Peer({**settings, "CUDA_VISIBLE_DEVICES": visible[-1]}),
     )
-    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    exporter = Peer({**settings, "CUDA_VISIBLE_DEVICES": visible[0]})
-    importer = Peer({**settings, "CUDA_VISIBLE_DEVICES": visible[-1]})
-    yield exporter, importer
-    exporter.stop()
-    importer.stop()
-
-
-def expected() -> torch.Tensor:
-    return ((torch.arange(NBYTES) * 131 + 5) % 251).to(torch.uint8)
+    yield pair
+    for peer in pair:
+        peer.close()
 
 
 def test_a_block_is_seen_by_a_second_process_and_digests_as_on_cpu(pair: tuple[Peer, Peer]) -> None:
     exporter, importer = pair
-    theirs = exporter.call("alloc", name="cuda", library=None, nbytes=NBYTES)
-    exporter.call("fill", block=theirs, seed=5)
-    cpu_digest = digest_bytes(expected())
-    assert exporter.call("digest", block=theirs) == cpu_digest
+    expected = pattern(NBYTES, 5)
+    theirs = exporter.call("alloc", "cuda", None, NBYTES)
+    exporter.call("write", theirs, 0, expected.numpy().tobytes())
+    assert exporter.call("digest", theirs) == digest_bytes(expected)
 
     mapped = importer.open("cuda", None, exporter.export(theirs))
-    assert importer.call("read", block=mapped, offset=NBYTES - 40, nbytes=40) == bytes(expected()[-40:].numpy()).hex()
-    assert importer.call("digest", block=mapped) == cpu_digest
+    assert importer.call("read", mapped, NBYTES - 40, 40) == expected[-40:].numpy().tobytes()
+    own = importer.call("alloc", "cuda", None, NBYTES)
+    importer.call("copy", own, mapped)
+    for block in (mapped, own):
+        assert importer.call("digest", block) == digest_bytes(expected)
 
-    own = importer.call("alloc", name="cuda", library=None, nbytes=NBYTES)
-    importer.call("copy", dst=own, src=mapped)
-    assert importer.call("digest", block=own) == cpu_digest
-
-    importer.call("write", block=mapped, offset=1000, data="deadbeef")
-    assert exporter.call("read", block=theirs, offset=1000, nbytes=4) == "deadbeef"
+    importer.call("write", mapped, 1000, b"dead")
+    assert exporter.call("read", theirs, 1000, 4) == b"dead"
     for peer, block in ((importer, mapped), (importer, own), (exporter, theirs)):
-        peer.call("close", block=block)
+        peer.call("give_up", block)
 
 
 def test_memory_comes_back_when_a_block_is_closed(pair: tuple[Peer, Peer]) -> None:
@@ -78,7 +74,7 @@ during = backend.memory_info()[0]
 block.close()
 result = [before, during, backend.memory_info()[0]]
 """
-    before, during, after = exporter.call("call", source=source)
+    before, during, after = exporter.call("run", source)
     assert before - during >= 1 << 30
     assert after >= before
 
@@ -93,18 +89,16 @@ block = backend.alloc_persistent(1 << 28)
 result = torch.cuda.memory_reserved() - before
 block.close()
 """
-    assert exporter.call("call", source=source) == 0
+    assert exporter.call("run", source) == 0
     with pytest.raises(DeviceError, match="expandable_segments"):
-        exporter.call(
-            "call", source="import torch\nself.backend('cuda', None).ipc_export(torch.zeros(9, device='cuda'))"
-        )
+        exporter.call("run", "import torch\nself.backend('cuda', None).ipc_export(torch.zeros(9, device='cuda'))")
 
 
 def test_out_of_memory_is_a_clear_error_and_torch_goes_on_working(pair: tuple[Peer, Peer]) -> None:
     exporter, _ = pair
     with pytest.raises(DeviceError, match=r"block of 1099511627776000 bytes: \d+ of \d+ bytes are free"):
-        exporter.call("alloc", name="cuda", library=None, nbytes=1000 << 40)
-    assert exporter.call("call", source="import torch\nresult = float(torch.ones(8, device='cuda').sum())") == 8.0
+        exporter.call("alloc", "cuda", None, 1000 << 40)
+    assert exporter.call("run", "import torch\nresult = float(torch.ones(8, device='cuda').sum())") == 8.0
 
 
 def test_work_on_a_driver_stream_is_ordered_with_copies_on_it(pair: tuple[Peer, Peer]) -> None:
@@ -126,7 +120,7 @@ for value in range(1, 21):
 block.close()
 result = bad
 """
-    assert exporter.call("call", source=source) == 0
+    assert exporter.call("run", source) == 0
 
 
 def test_pinned_memory_outlives_the_driver_streams_that_it_was_copied_on(pair: tuple[Peer, Peer]) -> None:
@@ -147,14 +141,13 @@ del host  # torch now asks the driver about every stream that it was copied on
 again = torch.ones(1 << 22, dtype=torch.uint8, pin_memory=True)
 torch.cuda.synchronize()
 """
-    assert exporter.call("call", source=source) == 1 << 22
+    assert exporter.call("run", source) == 1 << 22
 
 
 def test_handle_of_a_killed_exporter_is_refused(pair: tuple[Peer, Peer]) -> None:
     _, importer = pair
     victim = Peer({"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]})
-    theirs = victim.call("alloc", name="cuda", library=None, nbytes=NBYTES)
-    handle = victim.export(theirs)
+    handle = victim.export(victim.call("alloc", "cuda", None, NBYTES))
     victim.kill()
     with pytest.raises(DeviceError, match="has ended"):
         importer.open("cuda", None, handle)
@@ -171,7 +164,7 @@ start = time.perf_counter()
 backend.digest(data)
 result = data.numel() / (time.perf_counter() - start) / 1e9
 """
-    rate = exporter.call("call", source=source)
+    rate = exporter.call("run", source)
     print(f"digest on cuda: {rate:.0f} GB/s")
     assert rate > 20, "slower than host memory: the digest does not run on the device"
 
@@ -184,7 +177,7 @@ backend = self.backend("cuda", None)
 backend.set_device(0)
 result = {expression}
 """
-    return pair[0].call("call", source=source)
+    return pair[0].call("run", source)
 
 
 def test_fused_digests_of_a_gibibyte_of_ragged_views_equal_digest_bytes(pair: tuple[Peer, Peer]) -> None:

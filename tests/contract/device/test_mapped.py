@@ -51,15 +51,15 @@ def test_what_could_not_be_freed_is_freed_before_the_next_block_is_allocated(acc
     following = accelerator.backend.alloc_persistent(KIB)
     assert accelerator.counter("frees") == 2
     following.close()
-    assert (accelerator.counter("frees"), accelerator.counter("used")) == (3, 0)
+    assert accelerator.counters("frees", "used") == (3, 0)
 
 
 def refuse_to_unmap_once(accelerator: Harness) -> None:
-    accelerator.fail(accelerator.function("IpcCloseMemHandle", "aclrtIpcMemClose"), 507899, times=1)
+    accelerator.fail("IpcCloseMemHandle", "aclrtIpcMemClose", 507899)
 
 
 def test_what_could_not_be_unmapped_is_unmapped_before_the_next_block_is_opened(accelerator: Harness) -> None:
-    first, second = [accelerator.peer.export(accelerator.alloc()) for _ in range(2)]
+    first, second = [accelerator.handle() for _ in range(2)]
     refuse_to_unmap_once(accelerator)
     with pytest.raises(DeviceError, match="507899"):
         accelerator.backend.ipc_open(first).close()
@@ -69,7 +69,7 @@ def test_what_could_not_be_unmapped_is_unmapped_before_the_next_block_is_opened(
 
 
 def test_a_mapping_that_cannot_be_closed_keeps_no_other_open(accelerator: Harness) -> None:
-    arenas = {rank: arena(accelerator.peer.export(accelerator.alloc())) for rank in range(3)}
+    arenas = {rank: arena(accelerator.handle()) for rank in range(3)}
     end = MappedReceiverEnd(accelerator.backend, accelerator.backend, arenas)
     refuse_to_unmap_once(accelerator)
     with pytest.raises(DeviceError, match="507899"):
@@ -104,8 +104,7 @@ def test_copies_that_were_queued_before_one_was_refused_are_waited_for(
     accelerator: Harness, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     backend: Any = accelerator.backend
-    theirs = accelerator.alloc()
-    end = MappedReceiverEnd(backend, backend, {0: arena(accelerator.peer.export(theirs))})
+    end = MappedReceiverEnd(backend, backend, {0: arena(accelerator.handle())})
     under_way = refuse_copy(refused, backend, monkeypatch)
     target = torch.zeros(KIB, dtype=torch.uint8)
     with pytest.raises(DeviceError, match="does not copy this"):
@@ -140,11 +139,8 @@ def test_a_block_that_torch_has_no_memory_to_view_is_read_another_way(
     def refuse(pointer: int, nbytes: int, index: int) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.50 GiB")
 
-    theirs: list[Any] = [
-        accelerator.alloc(),
-        accelerator.peer.call("alloc", name="cpu", library=None, nbytes=KIB),
-    ]
-    mapped, shared = (accelerator.peer.export(each) for each in theirs)
+    theirs = accelerator.peer.call("alloc", "cpu", None, KIB)
+    mapped, shared = accelerator.handle(), accelerator.peer.export(theirs)
     monkeypatch.setattr(accelerator.binding, "tensor_at", refuse)
     found = reach(accelerator, [arena(mapped), arena(shared, "shm")], same_node=True)
     assert found.transport == "shm"
@@ -152,7 +148,7 @@ def test_a_block_that_torch_has_no_memory_to_view_is_read_another_way(
     assert "Tried to allocate 30.50 GiB" in found.reasons[0]
     assert accelerator.counter("closes") == 1, "the block that was mapped for nothing"
     found.close()
-    accelerator.peer.call("close", block=theirs[1])
+    accelerator.peer.call("give_up", theirs)
 
 
 def test_the_error_of_containers_that_count_as_two_nodes_names_the_options_that_make_them_one(

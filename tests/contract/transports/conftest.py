@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.contract.transports.host_hccl import HostHcclKind
 from tests.contract.transports.world import QUICK, Kind, Local, Remote
 from tests.fakes.drivers.build import compile_fakes, compiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+KINDS = {
+    "ipc": Kind("ipc"),
+    "shm": Kind("shm"),
+    "gloo": Kind("gloo"),
+    "gloo-staged": Kind("gloo", backend="cuda"),
+    "nccl-on-host": Kind("nccl", backend="cuda"),
+    "hccl-on-host": Kind("hccl", backend="npu"),
+    "nccl": Kind("nccl", backend="cuda", environ={"NCCL_NVLS_ENABLE": "0"}),
+}
+"""Those on devices run on fake drivers, all but the last."""
 REAL_NCCL = pytest.param(
     "nccl",
     marks=[
@@ -22,8 +31,6 @@ REAL_NCCL = pytest.param(
         pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a pair needs two devices; this machine has fewer"),
     ],
 )
-KINDS = ("ipc", "shm", "gloo", "gloo-staged", "nccl-on-host", "hccl-on-host", REAL_NCCL)
-PAIRS = ("gloo", "nccl-on-host", "hccl-on-host", REAL_NCCL)
 
 
 @pytest.fixture(scope="session")
@@ -34,31 +41,24 @@ def fake_drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return compile_fakes(tmp_path_factory.mktemp("drivers"))
 
 
-def make_kind(name: str, request: pytest.FixtureRequest) -> Kind:
-    match name:
-        case "gloo-staged":
-            return Kind("gloo", backend="cuda", library=request.getfixturevalue("fake_drivers")["cuda"])
-        case "nccl-on-host":
-            return Kind("nccl", backend="cuda", library=request.getfixturevalue("fake_drivers")["cuda"])
-        case "hccl-on-host":
-            return HostHcclKind("hccl", backend="npu", library=request.getfixturevalue("fake_drivers")["npu"])
-        case "nccl":
-            return Kind("nccl", backend="cuda", environ={"NCCL_NVLS_ENABLE": "0"})
-        case _:
-            return Kind(name)
+def make_kind(request: pytest.FixtureRequest) -> Kind:
+    kind = KINDS[request.param]
+    if kind.backend == "cpu" or request.param == "nccl":
+        return kind
+    return replace(kind, library=request.getfixturevalue("fake_drivers")[kind.backend])
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*list(KINDS)[:-1], REAL_NCCL])
 def remote(request: pytest.FixtureRequest) -> Iterator[Remote]:
-    remote = Remote(make_kind(request.param, request)).wait()
+    remote = Remote(make_kind(request)).wait()
     yield remote
     remote.close()
 
 
-@pytest.fixture(scope="module", params=PAIRS)
+@pytest.fixture(scope="module", params=["gloo", "nccl-on-host", "hccl-on-host", REAL_NCCL])
 def slow_kind(request: pytest.FixtureRequest) -> Kind:
     """A pair whose publisher takes three seconds for a slot, with short deadlines."""
-    return replace(make_kind(request.param, request), is_slow=True, timing=QUICK)
+    return replace(make_kind(request), is_slow=True, timing=QUICK)
 
 
 @pytest.fixture

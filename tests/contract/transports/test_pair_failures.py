@@ -17,16 +17,18 @@ import torch
 
 from tests.contract.transports.world import (
     MEMBERSHIP,
+    PRELOAD,
     QUICK,
     SLOW_MESSAGE_BYTES,
-    Child,
     Kind,
     Local,
     Remote,
+    VictimReceiver,
     pattern,
-    receive,
     slow_pieces,
 )
+from tests.fakes.processes import Child, wait_until
+from tests.fakes.relay_process import nothing
 from weight_sync.errors import PublisherLost, PullTimeout, TransportUnusable, WeightSyncError
 from weight_sync.messages import encode
 from weight_sync.transports.base import Piece
@@ -68,10 +70,6 @@ def local(world: World) -> Iterator[Local]:
     local.close()
 
 
-def nothing() -> None:
-    return None
-
-
 def once_received(landing: torch.Tensor, strike: Callable[[], None]) -> Callable[[], None]:
     """A `check` that strikes when the first bytes are there, and gives the pull DEADLINE_S from then."""
     struck_at: list[float] = []
@@ -91,15 +89,6 @@ def require_pull(local: Local, end: ReceiverEnd, rank: int, *, slot: int = 2) ->
     landing = local.empty(4 * SLOW_MESSAGE_BYTES)
     end.pull(rank, slot, slow_pieces(landing), check=nothing)
     assert torch.equal(landing.cpu(), pattern(slot, landing.numel()))
-
-
-def eventually(is_so: Callable[[], bool], *, within_s: float) -> bool:
-    give_up = time.monotonic() + within_s
-    while time.monotonic() < give_up:
-        if is_so():
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -138,7 +127,7 @@ def test_a_stopped_pull_leaves_its_memory_alone_and_the_next_one_has_a_new_commu
 
     end = local.open_one(world.survivor)
     require_pull(local, end, 4)
-    before, before_remote = end.counters(), world.survivor.ask("counters")
+    before, before_remote = end.counters(), world.survivor.ask("see_counters")
     landing = local.empty(world.kind.slot_bytes)
     with pytest.raises(PullTimeout):
         end.pull(4, 1, slow_pieces(landing), check=once_received(landing, out_of_time))
@@ -149,7 +138,7 @@ def test_a_stopped_pull_leaves_its_memory_alone_and_the_next_one_has_a_new_commu
     require_pull(local, end, 4, slot=2)
     assert torch.equal(landing, left)
     assert end.counters() == {**before, "communicators": before["communicators"] + 1}
-    assert world.survivor.ask("counters") == {**before_remote, "communicators": before_remote["communicators"] + 1}
+    assert world.survivor.ask("see_counters") == {**before_remote, "communicators": before_remote["communicators"] + 1}
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -157,16 +146,19 @@ def test_a_receiver_lost_in_mid_transfer_holds_up_nobody_and_leaves_no_thread(
     world: World, local: Local, blow: signal.Signals
 ) -> None:
     publisher = world.survivor
-    victim = Child(receive, world.kind, encode(publisher.handle), publisher.endpoint)
+    args = (world.kind, encode(publisher.handle), publisher.endpoint)
+    victim = Child("victim", VictimReceiver, *args, num_lines=2, preload=PRELOAD)
     try:
-        assert victim.hear() == "receiving"
+        victim.tell("pull")
+        wait_until(lambda: victim.lines[1].ask("see_first_byte"), within_s=60.0, what="no byte arrived")
         assert publisher.threads_to("victim/0") == ["weight-sync-to-victim/0"]
         victim.signal(blow)
         end = local.open_one(publisher)
         require_pull(local, end, 4)
-        assert eventually(lambda: not publisher.threads_to("victim/0"), within_s=QUICK.stall_s + DEADLINE_S)
+        within_s = QUICK.stall_s + DEADLINE_S
+        wait_until(lambda: not publisher.threads_to("victim/0"), within_s=within_s, what="a thread is left")
     finally:
-        victim.signal(signal.SIGKILL)
+        victim.kill()
 
 
 def test_receivers_are_served_side_by_side(world: World) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGKILL as KILL
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.contract.transports.world import SLOT_BYTES, Kind, Local, Remote, pattern
+from tests.fakes.relay_process import nothing
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import TransportUnusable
 from weight_sync.messages import ArenaHandle
@@ -21,13 +21,7 @@ from weight_sync.transports.pair import PairReceiverEnd
 from weight_sync.transports.select import ways
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from weight_sync.device.base import Capabilities
-
-
-def nothing() -> None:
-    return None
 
 
 def test_pieces_of_any_slot_arrive_as_they_were_packed(remote: Remote, local: Local) -> None:
@@ -43,7 +37,7 @@ def test_what_is_packed_later_is_seen_without_opening_again(remote: Remote, loca
     end = local.open_one(remote)
     landing = local.empty()
     end.pull(4, 1, [Piece(0, landing)], check=nothing)
-    remote.ask("repack")
+    remote.ask("pack", 0, pattern(9))
     end.pull(4, 0, [Piece(0, landing)], check=nothing)
     assert torch.equal(landing.cpu(), pattern(9))
 
@@ -94,11 +88,11 @@ def test_counters_stay_what_they_are_over_fifty_pulls(remote: Remote, local: Loc
     end = local.open_one(remote)
     landing = local.empty()
     end.pull(4, 1, [Piece(0, landing)], check=nothing)
-    before, before_remote = end.counters(), remote.ask("counters")
+    before, before_remote = end.counters(), remote.ask("see_counters")
     for number in range(50):
         end.pull(4, 1 + number % 2, [Piece(0, landing)], check=nothing)
     assert end.counters() == before
-    assert remote.ask("counters") == before_remote
+    assert remote.ask("see_counters") == before_remote
     if remote.kind.is_pair:
         assert before["communicators"] == 1
 
@@ -151,13 +145,13 @@ def test_a_wildcard_is_no_address_to_be_reached_at() -> None:
         Offer(("gloo",), CpuBackend(), slot_bytes=8, num_slots=1, host="0.0.0.0")
 
 
-@pytest.mark.parametrize("make", [lambda: Remote(Kind("shm")), lambda: Remote(Kind("ipc"))], ids=("shm", "ipc"))
-def test_killed_publisher_leaves_no_memory_behind(make: Callable[[], Remote]) -> None:
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
+def test_killed_publisher_leaves_no_memory_behind(transport: str) -> None:
     before = shared_memory_names()
-    remote = make().wait()
+    remote = Remote(Kind(transport)).wait()
     local = Local(remote.kind)
     end = local.open_one(remote)
-    remote.signal(KILL)
+    remote.kill()
     landing = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
     end.pull(4, 1, [Piece(0, landing)], check=nothing)  # a mapping outlives its maker: no crash while reading
     assert torch.equal(landing, pattern(1))

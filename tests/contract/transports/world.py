@@ -1,47 +1,44 @@
-"""Publisher and receiver processes for the transport contract, and the vendor's group that CI machines lack."""
+"""Publisher and receiver processes for the transport contract."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import zmq
 
+from tests.contract.transports.host_groups import HostNccl, put_hccl_in_place
 from tests.fakes.drivers.build import make_backend
-from tests.fakes.forks import forks
+from tests.fakes.processes import Child
 from weight_sync.channel import ControlClient, ControlServer, Membership
-from weight_sync.device import collectives as process_groups
 from weight_sync.messages import ArenaHandle, decode, encode
-from weight_sync.transports import mapped, pair
-from weight_sync.transports import pair_sender as outbound
+from weight_sync.transports import mapped, pair, pair_sender
 from weight_sync.transports.base import Piece
 from weight_sync.transports.exporter import Offer
 from weight_sync.transports.pair import Timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
 
     from weight_sync.device.base import Backend
     from weight_sync.transports.base import ReceiverEnd
 
 SLOT_BYTES, NUM_SLOTS = 10_007, 3
 REAL_NCCL = getattr(dist, "ProcessGroupNCCL", None)
-SECRET = b"of the contract suite"
-MEMBERSHIP = Membership(run_id="contract", epoch=1, secret=SECRET)
+MEMBERSHIP = Membership(run_id="contract", epoch=1, secret=b"of the contract suite")
 QUICK = Timing(connect_s=20.0, stall_s=5.0, silence_s=2.0)
 """For publishers and receivers whose peers are killed: their deadlines are what a test waits for. As in `Timing()`, a
 silent publisher is noticed long before a transfer that does not move."""
 SLOW_MESSAGE_BYTES, SLOW_MESSAGES = 64 * 1024, 64
 SLOW_PAUSE_S = 0.05
 """A slow publisher sends one message at a time, for three seconds in all: time enough to be killed in the middle."""
+PRELOAD = ("torch._dynamo", "tests.contract.transports.world")
 
 
 @dataclass(frozen=True)
@@ -69,26 +66,11 @@ class Kind:
         os.environ.update(self.environ)
         # Either way: kinds follow each other in one test process.
         dist.ProcessGroupNCCL = REAL_NCCL if self.library is None else HostNccl  # type: ignore[attr-defined]
+        if self.backend == "npu":
+            put_hccl_in_place()
         backend = make_backend(self.backend, self.library)
         backend.set_device(device if self.library is None else 0)
         return backend
-
-    def open_publisher(self, backend: Backend) -> Offer:
-        return Offer(
-            (self.transport,),
-            backend,
-            slot_bytes=self.slot_bytes,
-            num_slots=NUM_SLOTS,
-            host=self.host,
-            timing=self.timing,
-        )
-
-    def open_receiver(
-        self, backend: Backend, arenas: dict[int, ArenaHandle], lines: dict[int, ControlClient]
-    ) -> ReceiverEnd:
-        if not self.is_pair:
-            return mapped.open_mapped(self.transport, backend, arenas)
-        return pair.PairReceiverEnd(backend, arenas, lines, timing=self.timing)
 
 
 def pattern(slot: int, nbytes: int = SLOT_BYTES) -> torch.Tensor:
@@ -97,34 +79,38 @@ def pattern(slot: int, nbytes: int = SLOT_BYTES) -> torch.Tensor:
     return ((counter * 7 + (counter >> 8) + slot * 13) % 251 + 1).to(torch.uint8)
 
 
-def publish(kind: Kind, pipe: Connection) -> None:
-    """A publisher process: fills its slots, serves its end, then obeys single words."""
-    if kind.is_slow:
-        outbound.batches = slowly
-    backend = kind.make_backend(device=0)
-    end = kind.open_publisher(backend)
-    for slot in range(NUM_SLOTS):
-        end.slot(slot).copy_(pattern(slot, kind.slot_bytes))
-        backend.synchronize_current()
-        end.seal(slot)
-    server = ControlServer(end.answer, MEMBERSHIP, host=kind.host)
-    pipe.send_bytes(encode(end.handles[0]))
-    pipe.send(server.endpoint)
-    while (order := pipe.recv()) != "close":
-        match order:
-            case "repack":
-                end.slot(0).copy_(pattern(9, kind.slot_bytes))
-                backend.synchronize_current()
-                end.seal(0)
-                pipe.send(None)
-            case "threads":
-                pipe.send([thread.name for thread in threading.enumerate()])
-            case "counters":
-                pipe.send(end.counters())
-            case _:
-                raise ValueError(order)
-    server.close()
-    end.close()
+class Publisher:
+    """Fills its slots and serves its end."""
+
+    def __init__(self, kind: Kind) -> None:
+        if kind.is_slow:
+            pair_sender.batches = slowly
+        self._backend = kind.make_backend(device=0)
+        self._end = Offer(
+            (kind.transport,), self._backend, slot_bytes=kind.slot_bytes, num_slots=NUM_SLOTS, host=kind.host,
+            timing=kind.timing,
+        )  # fmt: skip
+        for slot in range(NUM_SLOTS):
+            self.pack(slot, pattern(slot, kind.slot_bytes))
+        self._server = ControlServer(self._end.answer, MEMBERSHIP, host=kind.host)
+
+    def pack(self, slot: int, data: torch.Tensor) -> None:
+        self._end.slot(slot).copy_(data)
+        self._backend.synchronize_current()
+        self._end.seal(slot)
+
+    def address(self) -> tuple[bytes, str]:
+        return encode(self._end.handles[0]), self._server.endpoint
+
+    def see_threads(self) -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    def see_counters(self) -> dict[str, int]:
+        return self._end.counters()
+
+    def close(self) -> None:
+        self._server.close()
+        self._end.close()
 
 
 def slowly(messages: Any, size: Callable[[Any], int]) -> Iterator[list[Any]]:
@@ -133,21 +119,47 @@ def slowly(messages: Any, size: Callable[[Any], int]) -> Iterator[list[Any]]:
         yield [message]
 
 
-def receive(kind: Kind, handle: bytes, endpoint: str, pipe: Connection) -> None:
-    """A receiver process that pulls slot 1 of a slow publisher and reports when the first bytes have arrived."""
-    local = Local(kind, name="victim/0")
-    end = local.open({4: decode(handle, ArenaHandle)}, {4: endpoint})
-    landing = local.empty(kind.slot_bytes)
-    said = False
+class Remote(Child):
+    """A publisher process. `wait` once, before anything else: several may start concurrently."""
 
-    def check() -> None:
-        nonlocal said
-        if landing[0] and not said:
-            said = True
-            pipe.send("receiving")
+    def __init__(self, kind: Kind) -> None:
+        super().__init__("publisher", Publisher, kind, num_lines=2, preload=PRELOAD)
+        self.kind = kind
 
-    end.pull(4, 1, slow_pieces(landing), check=check)
-    pipe.send("done")
+    def wait(self) -> Remote:
+        handle, self.endpoint = self.ask("address", timeout_s=90.0)
+        self.handle = decode(handle, ArenaHandle)
+        return self
+
+    def threads_to(self, peer: str) -> list[str]:
+        return [name for name in self.ask("see_threads") if name.endswith(peer)]
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.signal(signal.SIGCONT)
+        self.lines[0].close()
+        self.process.join(15)
+        is_left = self.process.is_alive()
+        super().close()
+        assert not is_left, "the publisher did not end by itself"
+
+
+class VictimReceiver:
+    """Pulls slot 1 of a slow publisher until it is killed or stopped."""
+
+    def __init__(self, kind: Kind, handle: bytes, endpoint: str) -> None:
+        local = Local(kind, name="victim/0")
+        self._end = local.open({4: decode(handle, ArenaHandle)}, {4: endpoint})
+        self._landing = local.empty(kind.slot_bytes)
+
+    def pull(self) -> None:
+        self._end.pull(4, 1, slow_pieces(self._landing), check=lambda: None)
+
+    def see_first_byte(self) -> int:
+        return int(self._landing[0])
+
+    def close(self) -> None:
+        """Its process ends."""
 
 
 def slow_pieces(landing: torch.Tensor) -> list[Piece]:
@@ -156,77 +168,26 @@ def slow_pieces(landing: torch.Tensor) -> list[Piece]:
     return [Piece(start, landing[start : start + SLOW_MESSAGE_BYTES]) for start in starts]
 
 
-class Child:
-    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        context = forks("torch._dynamo", "tests.contract.transports.world")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def hear(self, timeout_s: float = 60.0) -> Any:
-        assert self.pipe.poll(timeout_s), "the child process does not answer"
-        return self.pipe.recv()
-
-    def ask(self, word: str) -> Any:
-        self.pipe.send(word)
-        return self.hear(20)
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        if self.process.is_alive():
-            os.kill(self.process.pid, number)
-        if number == signal.SIGKILL:
-            self.process.join(10)
-
-    def close(self) -> None:
-        if self.process.is_alive():
-            self.signal(signal.SIGCONT)
-            with contextlib.suppress(BrokenPipeError):
-                self.pipe.send("close")
-        self.process.join(15)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(10)
-            raise AssertionError("the child process did not end by itself")
-
-
-class Remote(Child):
-    """A publisher process. `wait` once, before anything else: several may start side by side."""
-
-    def __init__(self, kind: Kind) -> None:
-        super().__init__(publish, kind)
-        self.kind = kind
-
-    def wait(self) -> Remote:
-        assert self.pipe.poll(90), "the publisher did not come up"
-        self.handle = decode(self.pipe.recv_bytes(), ArenaHandle)
-        self.endpoint = self.hear()
-        return self
-
-    def threads_to(self, peer: str) -> list[str]:
-        return [name for name in self.ask("threads") if name.endswith(peer)]
-
-
 class Local:
     """This process as a receiver: lines and ends, closed together."""
 
     def __init__(self, kind: Kind, *, name: str = "local/0") -> None:
         self.kind = kind
         self.backend = kind.make_backend(device=1)
-        self._name = name
-        self._context = zmq.Context()
+        self._name, self._context = name, zmq.Context()
         self._clients: list[ControlClient] = []
         self._ends: list[ReceiverEnd] = []
 
     def line(self, endpoint: str) -> ControlClient:
-        client = ControlClient(self._context, endpoint, membership=MEMBERSHIP, sender=self._name)
-        self._clients.append(client)
-        return client
+        self._clients.append(ControlClient(self._context, endpoint, membership=MEMBERSHIP, sender=self._name))
+        return self._clients[-1]
 
     def open(self, arenas: dict[int, ArenaHandle], endpoints: dict[int, str]) -> ReceiverEnd:
-        lines = {rank: self.line(endpoint) for rank, endpoint in endpoints.items()}
-        end = self.kind.open_receiver(self.backend, arenas, lines)
+        lines, kind = {rank: self.line(endpoint) for rank, endpoint in endpoints.items()}, self.kind
+        if kind.is_pair:
+            end = pair.PairReceiverEnd(self.backend, arenas, lines, timing=kind.timing)
+        else:
+            end = mapped.open_mapped(kind.transport, self.backend, arenas)
         self._ends.append(end)
         return end
 
@@ -240,83 +201,6 @@ class Local:
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu" if on_host else f"{self.backend.torch_device}:1")
 
     def close(self) -> None:
-        for end in self._ends:
-            end.close()
-        for client in self._clients:
-            client.close()
+        for one in (*self._ends, *self._clients):
+            one.close()
         self._context.term()
-
-
-class HostNccl:
-    """The vendor's group on host memory: the interface of torch's ProcessGroupNCCL, its bytes moved by gloo.
-
-    Like the real one it connects at the first transfer, starts a batch when coalescing ends, completes in the
-    background, and reports an aborted transfer as complete.
-    """
-
-    class Options:
-        _timeout: Any = None
-
-    def __init__(self, store: Any, rank: int, size: int, options: HostNccl.Options) -> None:
-        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1", "a watchdog would end the process"
-        assert size == 2
-        self._store, self._rank = store, rank
-        self._timeout_s = options._timeout.total_seconds()
-        self._gloo: process_groups.GlooGroup | None = None
-        self._batch: list[tuple[bool, torch.Tensor]] | None = None
-        self.is_aborted = False
-
-    def _start_coalescing(self) -> None:
-        assert self._batch is None
-        self._batch = []
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
-        assert self._batch is not None
-        self._batch.append((True, *tensors))
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
-        assert self._batch is not None
-        self._batch.append((False, *tensors))
-
-    def _end_coalescing(self) -> HostWork:
-        batch, self._batch = self._batch, None
-        assert batch
-        if self._gloo is None:
-            self._gloo = process_groups.GlooGroup(self._store, rank=self._rank, timeout_s=self._timeout_s)
-        started = [self._gloo.send([t]) if is_send else self._gloo.receive([t]) for is_send, t in batch]
-        return HostWork(self, started)
-
-    def abort(self) -> None:
-        self.is_aborted = True
-        if self._gloo is not None:
-            self._gloo.abort()
-
-
-class AbortableGroup(Protocol):
-    is_aborted: bool
-
-
-class HostWork:
-    """What a fake of a vendor's group returns for a transfer."""
-
-    def __init__(self, group: AbortableGroup, transfers: list[process_groups.GlooTransfer]) -> None:
-        self._group = group
-        self._transfers = transfers
-        self._error: RuntimeError | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            for transfer in self._transfers:
-                transfer.wait(3600)
-        except process_groups.LinkBroken as error:
-            self._error = None if self._group.is_aborted else RuntimeError(str(error))
-
-    def is_completed(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        assert self.is_completed(), "a wait on a device transfer cannot be woken"
-        if self._error is not None:
-            raise self._error

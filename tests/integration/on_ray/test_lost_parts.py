@@ -1,5 +1,5 @@
-"""Rollout workers that are killed in mid-run: real Ray, fleet, rollout buffer and
-rollout workers around scripted engines, each in a process of its own."""
+"""Rollout workers that are killed in mid-run: real Ray, fleet, rollout buffer and rollout workers around scripted
+engines, each in a separate process."""
 
 from __future__ import annotations
 
@@ -10,44 +10,27 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import ray
 
 from rollout.buffer.rollout_buffer import RolloutBuffer
-from rollout.types import Group, Prompt, SamplingParams
-from rollout.worker.worker import WorkerSpec
-from tests.fakes.counting_worker import CountingWorker
-from tests.fakes.killable_engine import KillableEngine
+from rollout.types import SamplingParams
+from tests.fakes.ray_actors import CountingWorker, KillableEngine, check_positions, prompt, start_actor, worker_spec
 from trainer.driver.fleet import AllWorkersLost, Fleet
 from trainer.remote import kill_actor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from rollout.types import Group
+    from rollout.worker.worker import WorkerSpec
+
 pytestmark = pytest.mark.timing
 
-CONTEXT = [7, 8, 9]
 MAX_TOKENS, TOKEN_S = 60, 0.005
 GROUPS_PER_STEP = 4
 SILENCE_S = 15.0
 """Longer than a healthy process may starve while others start on a busy machine."""
-
-
-def actor_class(kind: type) -> Any:
-    return ray.remote(max_concurrency=1000)(kind)
-
-
-@pytest.fixture(scope="module")
-def spec(tokenizer_path: str) -> WorkerSpec:
-    return WorkerSpec(
-        group_size=2,
-        sampling=SamplingParams(max_tokens=MAX_TOKENS),
-        request_timeout_s=120.0,
-        seed=0,
-        tokenizer_path=tokenizer_path,
-        reward="arithmetic",
-    )
 
 
 @dataclass
@@ -89,14 +72,10 @@ class Run:
         self.tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def new_engine(self) -> Any:
-        engine = actor_class(KillableEngine).options(num_cpus=0, max_restarts=0).remote(self.version, TOKEN_S)
-        await engine.start.remote()
-        return engine
+        return await start_actor(KillableEngine, self.version, TOKEN_S, num_cpus=0, max_restarts=0)
 
     async def new_worker(self) -> Any:
-        worker = actor_class(CountingWorker).options(num_cpus=0.5, max_restarts=0).remote(self.spec, dict(self.engines))
-        await worker.start.remote()
-        return worker
+        return await start_actor(CountingWorker, self.spec, dict(self.engines), num_cpus=0.5, max_restarts=0)
 
     async def restart_worker(self, index: int, _number: int) -> Any:
         self.workers[index] = await self.new_worker()
@@ -111,8 +90,7 @@ class Run:
     async def admit(self) -> None:
         while True:
             await self.buffer.wait_for_slot()
-            prompt = Prompt(prompt_id="p", token_ids=np.array(CONTEXT, np.int32), text="1+2=", answer="3")
-            self.buffer.admit(prompt)
+            self.buffer.admit(prompt())
 
     async def roll_out(self) -> None:
         async with asyncio.TaskGroup() as groups:
@@ -165,9 +143,7 @@ class Run:
         assert len(ids) + outstanding == stats.admitted, "a group was lost"
         for group in self.trained:
             for trajectory in group.trajectories:
-                (turn,) = trajectory.turns()
-                assert turn.token_ids.tolist() == [*CONTEXT, *range(3, 3 + MAX_TOKENS)]
-                assert trajectory.error == ""
+                check_positions(trajectory, MAX_TOKENS)
 
     async def close(self) -> None:
         for task in self.tasks:
@@ -178,8 +154,8 @@ class Run:
 
 
 @pytest.fixture
-async def run(cluster: None, spec: WorkerSpec) -> AsyncIterator[Run]:
-    run = Run(spec)
+async def run(cluster: None, tokenizer_path: str) -> AsyncIterator[Run]:
+    run = Run(worker_spec(tokenizer_path, SamplingParams(max_tokens=MAX_TOKENS), request_timeout_s=120.0))
     yield run
     await run.close()
 

@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import ray
 
 from rollout.fleet.consolidation import ConsolidationRule
 from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import FleetView
-from rollout.types import Group, Prompt, RolloutRequest, SamplingParams
-from rollout.worker.worker import WorkerSpec
-from tests.fakes.counting_worker import CountingWorker
-from tests.fakes.killable_engine import KillableEngine
+from rollout.types import RolloutRequest, SamplingParams
+from tests.fakes.ray_actors import CountingWorker, KillableEngine, check_positions, prompt, start_actor, worker_spec
 from trainer.driver.fleet import GROUP_GRACE_S, Fleet
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
+
+    from rollout.types import Group
 
 pytestmark = pytest.mark.timing
 
@@ -37,13 +38,11 @@ NOTICED_S = 40.0
 """Much less than what is cancelled would take."""
 
 
-@pytest.fixture(scope="module")
-def engines(cluster: None) -> dict[str, Any]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(cluster: None) -> dict[str, Any]:
     """Engine e0 samples under version 1, e1 under version 2."""
-    actor_class: Any = ray.remote(max_concurrency=1000)(KillableEngine)
-    engines = {f"e{index}": actor_class.options(num_cpus=0).remote(index + 1, TOKEN_S) for index in range(2)}
-    ray.get([engine.start.remote() for engine in engines.values()])
-    return engines
+    started = (start_actor(KillableEngine, index + 1, TOKEN_S, num_cpus=0) for index in range(2))
+    return dict(zip(("e0", "e1"), await asyncio.gather(*started), strict=True))
 
 
 @pytest.fixture
@@ -52,17 +51,9 @@ async def start(tokenizer_path: str) -> AsyncIterator[Any]:
     workers: list[Any] = []
 
     async def begin(engines: dict[str, Any], **changes: Any) -> Any:
-        values: dict[str, Any] = {
-            "group_size": 2,
-            "sampling": SamplingParams(max_tokens=MAX_TOKENS),
-            "request_timeout_s": 600.0,
-            "seed": 0,
-            "tokenizer_path": tokenizer_path,
-            "reward": "arithmetic",
-        }
-        actor_class: Any = ray.remote(max_concurrency=1000)(CountingWorker)
-        workers.append(actor_class.options(num_cpus=1).remote(WorkerSpec(**{**values, **changes}), engines))
-        await workers[-1].start.remote()
+        sampling = changes.pop("sampling", SamplingParams(max_tokens=MAX_TOKENS))
+        spec = worker_spec(tokenizer_path, sampling, **changes)
+        workers.append(await start_actor(CountingWorker, spec, engines, num_cpus=1))
         return workers[-1]
 
     yield begin
@@ -71,21 +62,15 @@ async def start(tokenizer_path: str) -> AsyncIterator[Any]:
         ray.kill(worker)
 
 
-def prompt(number: int) -> Prompt:
-    return Prompt(prompt_id=f"p{number}", token_ids=np.array([7, 8, 9], np.int32), text="1+2=", answer="3")
-
-
 def item(group_id: int) -> RolloutRequest:
     return RolloutRequest(group_id=group_id, prompt=prompt(group_id), start_version=1)
 
 
 def check(group: Group, versions: set[tuple[int, ...]]) -> None:
     for trajectory in group.trajectories:
-        (turn,) = trajectory.turns()
-        assert turn.token_ids.tolist() == [7, 8, 9, *range(3, 3 + MAX_TOKENS)]
+        check_positions(trajectory, MAX_TOKENS)
         assert trajectory.text.split() == [str(number) for number in range(3, 3 + MAX_TOKENS)]
         assert trajectory.policy_versions in versions
-        assert trajectory.error == ""
         assert np.isfinite(trajectory.reward)
 
 
@@ -153,11 +138,12 @@ async def test_a_group_that_the_driver_gives_up_ends_in_the_worker_and_the_engin
     slow.write_text("import time\ndef reward(**_):\n    time.sleep(600)\n")
     engine, reward = engines["e0"], f"{slow}:reward"
     worker = await start({"e0": engine}, reward=reward, reward_timeout_s=600.0, reward_processes=1)
-    fleet = Fleet({}, [worker], group_timeout_s=8.0 - GROUP_GRACE_S, heartbeat_timeout_s=120.0)
+    fleet = Fleet({}, [worker], group_timeout_s=5.0 - GROUP_GRACE_S, heartbeat_timeout_s=120.0)
+    await engine.set_token_s.remote(TOKEN_S / 10)
     first = asyncio.create_task(fleet.run_group(item(0)))
-    await asyncio.sleep(4.0)  # more than the 1.8 s that an answer takes
+    await asyncio.sleep(2.5)  # more than the 0.2 s that a response takes
     second = asyncio.create_task(fleet.run_group(item(1)))
-    with pytest.raises(TimeoutError, match="group 0 timed out after 8 s on rollout worker 0"):
+    with pytest.raises(TimeoutError, match="group 0 timed out after 5 s on rollout worker 0"):
         await first
 
     async def has_at_most(num_groups: int) -> bool:

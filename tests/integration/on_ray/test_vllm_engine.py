@@ -11,19 +11,16 @@ import pytest
 from rollout.engine.actor import engine_actor
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams
-from tests.integration.test_vllm_engine import make_spec, model_dir, random_prompt  # noqa: F401 - a fixture
+from tests.fakes.tiny_vllm import make_spec, random_prompt
 from weight_sync.device.select import get_backend
 
 pytestmark = pytest.mark.timing
 
 
-async def test_a_group_streams_and_a_killed_engine_process_is_reported(
-    cluster: None,
-    model_dir: Path,  # noqa: F811
-) -> None:
+async def test_a_group_streams_and_a_killed_engine_process_is_reported(cluster: None, vllm_model: Path) -> None:
     env = {variable.name: variable.value for variable in get_backend("cpu").process_env("engine")}
     env["PYTHONPATH"] = str(Path.cwd())
-    actor = engine_actor().options(num_cpus=1).remote(make_spec(model_dir, env=env))
+    actor = engine_actor().options(num_cpus=1).remote(make_spec(vllm_model, env=env))
     await actor.start.remote()
     params = [SamplingParams(max_tokens=20 + i, seed=i, ignore_eos=True) for i in range(4)]
     received = [0] * 4

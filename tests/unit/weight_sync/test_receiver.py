@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.fakes.ports import listening_sockets
-from tests.fakes.publisher_process import PublisherProcess
+from tests.fakes.ports import listening_ports
 from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
+from tests.fakes.weight_job import LearnerProcess
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import (
     LeaseExpired,
@@ -86,7 +86,7 @@ def ask_local(publisher: LocalPublisher, method: str, *args: object) -> Any:
     return getattr(publisher, method)(*args)
 
 
-def ask_process(publisher: PublisherProcess, method: str, *args: object) -> Any:
+def ask_process(publisher: LearnerProcess, method: str, *args: object) -> Any:
     return publisher.ask(method, *args)
 
 
@@ -357,13 +357,13 @@ def test_other_manifest_than_the_learners_is_refused(local: LocalPublisher, clos
 
 
 @pytest.fixture
-def process() -> Iterator[PublisherProcess]:
-    process = PublisherProcess(0, 1)
+def process() -> Iterator[LearnerProcess]:
+    process = LearnerProcess(0, 1)
     yield process
     process.close()
 
 
-def open_process_pair(process: PublisherProcess, closing: list[Any], commit: str) -> Pair:
+def open_process_pair(process: LearnerProcess, closing: list[Any], commit: str) -> Pair:
     pair = Pair([process], ask_process, commit=commit)
     closing.append(pair.receiver)
     process.ask("ws_publish", 1, 5.0)
@@ -377,13 +377,12 @@ def open_process_pair(process: PublisherProcess, closing: list[Any], commit: str
 
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
 def test_learner_killed_in_mid_pull_is_noticed_in_time(
-    process: PublisherProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
+    process: LearnerProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
 ) -> None:
     monkeypatch.setattr(sources, "SILENCE_S", 1.0)
     pair = open_process_pair(process, closing, commit)
     names, port = shared_memory_names(), int(pair.infos[0].endpoint.rpartition(":")[2])
-    sockets = {(number, inode) for number, inode in listening_sockets() if number == port}
-    assert sockets
+    assert port in listening_ports([process.pid])
     pair.after_pull(process.kill)
     started = time.monotonic()
     with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
@@ -395,11 +394,11 @@ def test_learner_killed_in_mid_pull_is_noticed_in_time(
         pair.replica.assert_holds(OLD)
         assert pair.receiver.live_version == 1
     assert not {name for name in shared_memory_names() - names if "tandem" in name}
-    assert not sockets & listening_sockets()
+    assert port not in listening_ports()
 
 
 def test_stopped_learner_is_noticed_in_time_and_works_on_when_it_wakes(
-    process: PublisherProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch
+    process: LearnerProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "SILENCE_S", 0.5)
     pair = open_process_pair(process, closing, "staged")
@@ -417,7 +416,7 @@ def test_stopped_learner_is_noticed_in_time_and_works_on_when_it_wakes(
 
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
 def test_an_abort_waits_for_no_learner_that_says_nothing(
-    process: PublisherProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
+    process: LearnerProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
 ) -> None:
     monkeypatch.setattr(prefetch, "ABORT_WAIT_S", 5.0)  # less than the patience with a silent learner
     pair = open_process_pair(process, closing, commit)
@@ -474,7 +473,7 @@ def test_a_learner_that_there_is_no_time_to_ask_is_not_called_lost(
         pair.fetch(2, deadline_s=60.0)
 
 
-def test_dead_learner_is_noticed_when_the_epoch_opens(process: PublisherProcess) -> None:
+def test_dead_learner_is_noticed_when_the_epoch_opens(process: LearnerProcess) -> None:
     pair = Pair([process], ask_process, commit="staged")
     pair.receiver.close()
     process.kill()

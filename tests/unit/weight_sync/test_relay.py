@@ -432,10 +432,10 @@ class Follower:
 def test_a_predecessor_killed_in_mid_stream_is_noticed_long_before_patience_ends(predecessor: RelayProcess) -> None:
     handle = decode(predecessor.handle(), RelayHandle)
     follower = Follower(handle, patience_s=60.0)
-    predecessor.tell("begin", 1)
+    predecessor.ask("begin", 1)
     follower.start(1)
-    predecessor.tell("fill", 5)
-    predecessor.tell("fill", 6)
+    predecessor.ask("fill", 5)
+    predecessor.ask("fill", 6)
     killed_at = time.monotonic()
     predecessor.signal(signal.SIGKILL)
     follower.join()
@@ -456,10 +456,10 @@ def test_a_predecessor_killed_in_mid_stream_is_noticed_long_before_patience_ends
 def test_only_the_neighbour_of_a_stopped_predecessor_loses_patience(predecessor: RelayProcess) -> None:
     neighbour = Follower(decode(predecessor.handle(), RelayHandle), patience_s=2.2)
     last = Follower(neighbour.outlet.handle, patience_s=1.1)
-    predecessor.tell("begin", 1)
+    predecessor.ask("begin", 1)
     neighbour.start(1)
     last.start(1)
-    predecessor.tell("fill", 10)
+    predecessor.ask("fill", 10)
     predecessor.signal(signal.SIGSTOP)
     neighbour.join()
     assert "no progress" in str(neighbour.stalled)
@@ -471,9 +471,9 @@ def test_only_the_neighbour_of_a_stopped_predecessor_loses_patience(predecessor:
     assert last.replica.holds(2, 1)
     # Awake again, it is followed again.
     predecessor.signal(signal.SIGCONT)
-    predecessor.tell("begin", 2)
+    predecessor.ask("begin", 2)
     neighbour.start(2)
-    predecessor.tell("fill", NUM_PIECES)
+    predecessor.ask("fill", NUM_PIECES)
     neighbour.join()
     assert neighbour.stalled is None
     assert neighbour.replica.holds(2, 2)
