@@ -25,8 +25,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.fakes.forks import RANKS, forks
 from tests.fakes.patience import PATIENT_S
-from tests.fakes.processes import RANKS, forks
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import LearnerConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from trainer.data.batch import MicroBatch

@@ -1,8 +1,7 @@
 """Objects in processes that a test can really kill or stop, driven through pipes.
 
-Processes are forked from a server that has imported what they need, so one starts in milliseconds. Their pipes are made
-beforehand: nothing has a name, and a closed end is noticed. Calls are answered in order, as an engine's RPC does;
-methods whose name begins with `see_` are answered concurrently.
+Pipes are made beforehand: nothing has a name, and a closed end is noticed. Calls are answered in order, as an engine's
+RPC does; methods whose name begins with `see_` are answered concurrently.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import ctypes
 import gc
 import itertools
-import multiprocessing
 import os
 import signal
 import threading
@@ -23,27 +21,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import torch
 
+from tests.fakes.forks import PARTIES, forks
 from tests.fakes.process_life import is_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
-    from multiprocessing.context import BaseContext, ForkServerContext
+    from multiprocessing.context import BaseContext
 
-PARTIES = ("torch._dynamo", "tests.fakes.weight_job")
-"""The first use of a recorder imports torch._dynamo, which takes most of a second."""
-RANKS = (*PARTIES, "transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp", "tests.fakes.learner")
 PR_SET_PDEATHSIG = 1
 TOLD = -1
 """Number of every question whose answer is not waited for."""
-
-
-def forks(*preload: str) -> ForkServerContext:
-    """The start method: one server per test process. It imports what its first user asks for; the processes of later
-    users import what is missing. PyTorch allows it next to `spawn`, as long as the server touches no device."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
-    return context
 
 
 def has_effect(pid: int) -> bool:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.fakes.forks import RANKS
 from tests.fakes.patience import PATIENT_S
-from tests.fakes.processes import RANKS, Child
+from tests.fakes.processes import Child
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -31,13 +31,11 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.timing, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = """
-import asyncio, json, sys
-import msgspec
-from rollout.engine.interface import EngineSpec
+import asyncio, json, pickle, sys
 from rollout.engine.vllm_engine import VllmEngine
 
 async def main():
-    engine = VllmEngine(msgspec.json.decode(sys.argv[1], type=EngineSpec))
+    engine = VllmEngine(pickle.loads(bytes.fromhex(sys.argv[1])))
     await engine.start()
     print(json.dumps(await engine.call_workers("te_pid", timeout_s=60.0)), flush=True)
     await asyncio.sleep(600)
@@ -96,7 +94,7 @@ def owner(vllm_model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         [
             sys.executable,
             str(tmp_path / "owner.py"),
-            msgspec.json.encode(spec(vllm_model, tensor_parallel_size=2)).decode(),
+            pickle.dumps(spec(vllm_model, tensor_parallel_size=2)).hex(),
         ],
         stdout=subprocess.PIPE,
         text=True,

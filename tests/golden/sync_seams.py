@@ -19,16 +19,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.fakes.coordinator_process import CoordinatorProcess
-from tests.fakes.forks import PARTIES, RANKS, forks
-from tests.fakes.publisher_process import PublisherProcess
-from tests.fakes.replica_process import Patience
 
 import weight_sync
 from tests.fakes.derived_engine import DerivedEngine, ToyReloader, checkpoint_params
+from tests.fakes.forks import PARTIES, RANKS, forks
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
 from tests.fakes.virtual_time import run_virtual
-from tests.fakes.weight_job import WeightJob
+from tests.fakes.weight_job import CoordinatorProcess, LearnerProcess, Patience, WeightJob
 from tests.golden.clocks import logged
 from tests.golden.sync_engines import PACKED, Saved
 from weight_sync import errors
@@ -785,12 +782,12 @@ class _World(WeightJob):
             return "a mixture"
         return {1: "old", 2: "new"}[found.weights] if is_certain else "whole"
 
-    def _revive(self, learner: PublisherProcess, number: int) -> None:
+    def _revive(self, learner: LearnerProcess, number: int) -> None:
         if number == signal.SIGSTOP:
             learner.wake()
         else:
             self.learners[learner.rank].close()
-            self.learners[learner.rank] = PublisherProcess(learner.rank, len(self.learners))
+            self.learners[learner.rank] = LearnerProcess(learner.rank, len(self.learners))
 
     async def _afterwards(self) -> list[str]:
         """With a new coordinator, one version later."""
