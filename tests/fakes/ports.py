@@ -1,9 +1,15 @@
-"""A port of this host."""
+"""Ports of this host: one to choose, and those that somebody listens on."""
 
 from __future__ import annotations
 
 import random
 import socket
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 def free_port() -> int:
@@ -16,3 +22,9 @@ def free_port() -> int:
                 continue
             return port
     raise OSError("no port from 20000 to 32767 could be bound, of 100 that were tried")
+
+
+def listening_ports(pids: Collection[int] | None = None) -> list[int]:
+    """Of these processes, or of all."""
+    found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return [connection.laddr.port for connection in found if pids is None or connection.pid in pids]

@@ -21,7 +21,7 @@ from rollout.types import Group, Prompt, SamplingParams, Trajectory
 from rollout.worker.worker import derive_seed
 from tests.fakes.trainer_process import ROOT, TrainerProcess
 from tests.fakes.trajectories import make_turn
-from trainer.builtin.tiny_model import ensure_model
+from trainer.builtin.tiny_model import build_tokenizer, ensure_model
 from trainer.config.compose import load_config
 from trainer.data.build import build_train_batch
 from trainer.driver import actors as compose
@@ -84,7 +84,7 @@ async def plain_loop(cfg: RunConfig, checked: PreflightResult, actors: compose.A
         groups: list[Group] = []
         for group_id in range(step * GROUPS, (step + 1) * GROUPS):
             prompt = source.next()
-            answers = [await one_answer(cfg, checked, engine, prompt, (group_id, i)) for i in range(SAMPLES)]
+            answers = [await one_answer(cfg, engine, prompt, (group_id, i)) for i in range(SAMPLES)]
             groups.append(
                 Group(group_id=group_id, prompt_id=prompt.prompt_id, trajectories=answers, start_version=step)
             )
@@ -103,9 +103,7 @@ async def plain_loop(cfg: RunConfig, checked: PreflightResult, actors: compose.A
     await coordinator.close()
 
 
-async def one_answer(
-    cfg: RunConfig, checked: PreflightResult, engine: Any, prompt: Prompt, place: tuple[int, int]
-) -> Trajectory:
+async def one_answer(cfg: RunConfig, engine: Any, prompt: Prompt, place: tuple[int, int]) -> Trajectory:
     """Answer number `place[1]` of group `place[0]`, alone in the engine, scored."""
     group_id, sample = place
     params = SamplingParams(
@@ -119,7 +117,7 @@ async def one_answer(
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
     (version,) = {version for chunk in chunks for version in chunk.versions.tolist()}
     turn = make_turn(prompt.token_ids, answer, [(version, len(answer))], logprobs=logprobs.tolist())
-    text = checked.inputs.tokenizer.decode(answer.tolist(), skip_special_tokens=True)
+    text = build_tokenizer().decode(answer.tolist(), skip_special_tokens=True)
     return Trajectory.of_turns(
         [turn],
         prompt_id=prompt.prompt_id,

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.fakes.ports import listening_ports
 from tests.fakes.weight_job import ReplicaProcess, WeightJob, opened_job
 from trainer.driver.cluster import SCRATCH_PREFIX
 from weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from tests.fakes.weight_job import PartyProcess
 
@@ -24,13 +25,6 @@ pytestmark = pytest.mark.timing
 
 ROOT = Path(__file__).parents[2]
 FOUR = ("r0", "r1", "r2", "r3")
-
-
-def listening_ports(parties: Sequence[PartyProcess] | None = None) -> list[int]:
-    """Of these parties, or of everybody on this host."""
-    pids = None if parties is None else {party.pid for party in parties}
-    found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    return [connection.laddr.port for connection in found if pids is None or connection.pid in pids]
 
 
 def named_things(party: PartyProcess) -> list[str]:
@@ -75,7 +69,7 @@ async def test_two_jobs_with_tensor_parallel_replicas_share_a_host_and_no_endpoi
             for replica in job.replicas:
                 found = replica.condition(seed)
                 assert (found.weights, found.live_versions) == (seed, (3,) * 4)
-        ports = listening_ports([*first.parties, *second.parties])
+        ports = listening_ports([party.pid for job in (first, second) for party in job.parties])
         assert len(ports) == len(set(ports)), "two processes listen on one port"
         assert len(ports) >= 4, "every learner listens somewhere"
         for job in (first, second):
@@ -89,7 +83,7 @@ async def test_nothing_is_left_of_a_killed_job_and_it_starts_again() -> None:
     try:
         await job.coordinator.open()
         await job.step(1)
-        ports = listening_ports(job.parties)
+        ports = listening_ports([party.pid for party in job.parties])
         assert ports
         for party in job.parties:
             party.kill()
