@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 import logging
 import os
 import sys
@@ -35,15 +36,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OWN_LOGGERS = ("trainer", "rollout", "weight_sync", "__main__", "py.warnings")
-"""The console shows all records of these, and warnings of third parties; the file has everything."""
+"""The console shows all their records, and warnings of others; the file has everything."""
 FILE_ONLY = {"file_only": True}
-"""`extra` of a record that the console has shown already, or cannot show."""
+"""`extra` of a record that the console has shown, or cannot show."""
 _VERY_CHATTY = ("urllib3", "httpx", "httpcore", "filelock", "fsspec", "matplotlib", "numexpr", "markdown_it", "asyncio")
 
 
 @contextlib.contextmanager
 def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
-    """Log to `path` and `console` until the block ends. With the `console` of `Progress`, lines go above its panel."""
+    """Log to `path` and `console` until the block ends; with the `console` of `Progress`, above its panel."""
     file = _LogFile(path, encoding="utf-8")
     formatter = logging.Formatter(
         "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S"
@@ -73,14 +74,14 @@ def logging_to(path: Path, *, level: str, console: Console) -> Generator[None]:
 
 
 def _log_thread_failure(args: threading.ExceptHookArgs) -> None:
-    """Python reports it only on stderr, which may be closed."""
+    """Python uses stderr alone, which may be closed."""
     if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
         name = "a thread" if args.thread is None else f"thread {args.thread.name}"
         logger.error("%s has failed", name, exc_info=args.exc_value)
 
 
 class _LogFile(logging.FileHandler):
-    """Counts the lines that the disk refuses; `logging` would print a traceback for each."""
+    """Counts lines that the disk refuses; `logging` would print a traceback for each."""
 
     num_refused = 0
 
@@ -91,7 +92,7 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # its buffer may be refused once more
+        with contextlib.suppress(OSError):  # its buffer may be refused again
             super().close()
 
 
@@ -122,11 +123,8 @@ def _console_handler(console: Console) -> logging.Handler:
 
 
 class SafeStream:
-    """A file for `rich.console.Console` that writes nothing more after the first refused write.
-
-    Its descriptor then points to /dev/null: else Python would flush the rest of a buffer at exit, be refused again, and
-    change the exit code.
-    """
+    """A file for `rich.console.Console` that writes nothing after the first refused write. Then its descriptor points
+    to /dev/null: else Python would flush the rest of a buffer at exit, be refused again, and change the exit code."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -161,13 +159,13 @@ class SafeStream:
 _ETA_STEPS = 20
 _PLAIN_EVERY_S = 1.0
 HEARTBEAT_S = 60.0
-"""Between two lines of a long phase, without a panel."""
+"""Between lines of a long phase, without a panel."""
 _ROOM_FOR_ECHO = 5
-"""Columns right of the panel: two `^C` appear there before a line wraps, which would tear the panel."""
+"""Columns right of the panel for `^C`: a line that wraps would tear the panel."""
 
 
 class Progress:
-    """The display of one run. Its methods are quick and may be called from the event loop."""
+    """The display of one run. Its methods do not block the event loop."""
 
     def __init__(self, config: RunConfig, *, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics: dict[str, Any] = {"step": 0}
@@ -192,7 +190,7 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """A part of the start or the end of a run: shows its begin and its duration."""
+        """A part of the start or the end of a run, shown with its duration."""
         start, before = self._clock(), self._phase
         self._phase = name
         self._log(f"{name} ...")
@@ -216,7 +214,7 @@ class Progress:
             self._show(f"{name} ... {self._clock() - start:.0f} s so far")
 
     def end(self, how: str) -> None:
-        """The run is over; the last picture shows `how`, such as "completed"."""
+        """The last picture shows `how`, such as "completed"."""
         self._ended = how
 
     def update(
@@ -227,14 +225,14 @@ class Progress:
         accuracy_version: int | None = None,
         waiting_for: str | None = None,
     ) -> None:
-        """Set what is known before the next record. `waiting_for` is empty while the trainer computes."""
+        """What is known before the next record. `waiting_for` is empty while the trainer computes."""
         known = {"step": step, "eval/accuracy": accuracy, "eval/version": accuracy_version}
         self._metrics |= {name: value for name, value in known.items() if value is not None}
         if waiting_for is not None:
             self._waiting_for = waiting_for
 
     def step(self, record: Mapping[str, object]) -> None:
-        """One optimizer step ended; `record` is its line of metrics.jsonl."""
+        """One optimizer step ended, with this record of metrics.jsonl."""
         self._metrics |= record
         now, step = self._clock(), self._metrics["step"]
         self._step_times.append((now, step))
@@ -257,7 +255,7 @@ class Progress:
         self._console.print(escape(text), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last picture on the console. Idempotent."""
+        """Leaves the last picture on the console. Idempotent."""
         if self._live is not None:
             self._live.stop()
 
@@ -273,24 +271,24 @@ class Progress:
 
     def line(self) -> str:
         """The state as plain text. A metric without a value yet is left out, or a dash."""
-        number, known = self._number, self._metrics
+        texts, known = self._texts(), self._metrics
         parts = {
             "step": f"step {known['step']}/{self._total}",
-            "reward/mean": f"reward {self._reward()}",
-            "eval/accuracy": f"accuracy {self._accuracy()}",
-            "response/tokens_mean": f"length {self._length()}",
-            "learner/entropy": f"entropy {number('learner/entropy', '.3g')}",
-            "learner/grad_norm": f"grad norm {number('learner/grad_norm', '.3g')}",
-            "staleness/mean": f"staleness {number('staleness/mean', '.2f')} max {number('staleness/max', '.0f')}",
-            "perf/rollout_tokens_per_s": f"rollout {self._rate('rollout')}, train {self._rate('train')}",
-            "perf/step_s": f"step in {number('perf/step_s', '.1f')} s",
+            "reward/mean": f"reward {texts['reward']}",
+            "eval/accuracy": f"accuracy {texts['accuracy']}",
+            "response/tokens_mean": f"length {texts['length']}",
+            "learner/entropy": f"entropy {texts['entropy']}",
+            "learner/grad_norm": f"grad norm {texts['grad norm']}",
+            "staleness/mean": f"staleness {texts['staleness']}",
+            "perf/rollout_tokens_per_s": f"rollout {texts['rollout']}, train {texts['train']}",
+            "perf/step_s": f"step in {texts['step time']}",
         }
         always = ("reward/mean", "staleness/mean", "perf/rollout_tokens_per_s")
         shown = [text for name, text in parts.items() if name in always or known.get(name) is not None]
         return "  ".join([*shown, self._times()])
 
     def _panel(self) -> RenderableType:
-        number, step = self._number, self._metrics["step"]
+        step = self._metrics["step"]
         bar = Table.grid(expand=True, padding=(0, 2, 0, 0))
         bar.add_column()
         bar.add_column(ratio=1)
@@ -300,18 +298,32 @@ class Progress:
         for _ in range(2):
             cells.add_column(style="dim", no_wrap=True)
             cells.add_column(ratio=1)
-        staleness = f"{number('staleness/mean', '.2f')}, max {number('staleness/max', '.0f')}"
-        names = ("buffer/num_ready", "buffer/num_running", "buffer/num_slots")
-        buffer = ", ".join(f"{number(name, '.0f')} {name.rpartition('_')[2]}" for name in names)
-        engines = f"{number('sync/replicas_live', '.0f')}/{self._num_replicas} live"
-        cells.add_row("reward", self._reward(), "accuracy", self._accuracy())
-        cells.add_row("rollout", self._rate("rollout"), "train", self._rate("train"))
-        cells.add_row("buffer", buffer, "staleness", staleness)
-        cells.add_row("length", self._length(), "entropy", number("learner/entropy", ".3g"))
-        cells.add_row("step time", f"{number('perf/step_s', '.1f')} s", "grad norm", number("learner/grad_norm", ".3g"))
-        cells.add_row("engines", engines, "trainer", escape(self._ended or self._phase or self._activity()))
+        texts = list(itertools.chain.from_iterable(self._texts().items()))
+        for begin in range(0, len(texts), 4):
+            cells.add_row(*texts[begin : begin + 4])
         width = max(1, self._console.width - _ROOM_FOR_ECHO)
         return Panel(Group(bar, cells), title=escape(self._title), title_align="left", width=width)
+
+    def _texts(self) -> dict[str, str]:
+        """By label, in the order of the panel: two in a row."""
+        number, known = self._number, self._metrics
+        failed, cut = (known.get(f"response/{name}_frac") for name in ("failed", "truncated"))
+        version = known.get("eval/version")
+        names = ("buffer/num_ready", "buffer/num_running", "buffer/num_slots")
+        return {
+            "reward": number("reward/mean", ".3f") + (f" ({failed:.0%} failed)" if failed else ""),
+            "accuracy": number("eval/accuracy", ".3f") + ("" if version is None else f" (v{version})"),
+            "rollout": self._rate("rollout"),
+            "train": self._rate("train"),
+            "buffer": ", ".join(f"{number(name, '.0f')} {name.rpartition('_')[2]}" for name in names),
+            "staleness": f"{number('staleness/mean', '.2f')} max {number('staleness/max', '.0f')}",
+            "length": number("response/tokens_mean", ".0f") + ("" if cut is None else f" ({cut:.0%} cut)"),
+            "entropy": number("learner/entropy", ".3g"),
+            "step time": f"{number('perf/step_s', '.1f')} s",
+            "grad norm": number("learner/grad_norm", ".3g"),
+            "engines": f"{number('sync/replicas_live', '.0f')}/{self._num_replicas} live",
+            "trainer": escape(self._ended or self._phase or self._activity()),
+        }
 
     def _activity(self) -> str:
         if self._waiting_for:
@@ -325,20 +337,6 @@ class Progress:
     def _number(self, metric: str, spec: str) -> str:
         value = self._metrics.get(metric)
         return "-" if value is None else format(value, spec)
-
-    def _reward(self) -> str:
-        """Mean of the scored responses, and the fraction of those that failed, if any did."""
-        failed_frac = self._metrics.get("response/failed_frac")
-        return self._number("reward/mean", ".3f") + (f" ({failed_frac:.0%} failed)" if failed_frac else "")
-
-    def _accuracy(self) -> str:
-        version = self._metrics.get("eval/version")
-        return self._number("eval/accuracy", ".3f") + ("" if version is None else f" (v{version})")
-
-    def _length(self) -> str:
-        """Tokens per response, and the fraction that reached the limit."""
-        frac = self._metrics.get("response/truncated_frac")
-        return self._number("response/tokens_mean", ".0f") + ("" if frac is None else f" ({frac:.0%} cut)")
 
     def _rate(self, side: str) -> str:
         rate = self._metrics.get(f"perf/{side}_tokens_per_s")

@@ -1,4 +1,4 @@
-"""The records of a run whose driver ended without writing them: killed, or ended by Ray when its raylet had died."""
+"""The records of a run whose driver was killed, or ended by Ray when its raylet had died."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ACTOR_LOGS = "actor_logs"
 MAX_LOG_BYTES = 4 * 2**20
-"""Of each actor log, its end is kept."""
+"""Of the end of each actor log."""
 KILLED = "the driver process was killed (SIGKILL), as the kernel does when memory runs out"
 RAYLET_DIED = "Ray ended the driver process because its raylet died, as when the kernel kills it for memory"
 GCS_DIED = "Ray ended the driver process because its control service (GCS) was gone for a minute"
@@ -27,16 +27,15 @@ _TRIES, _TRY_EVERY_S = 20, 0.05
 
 
 def write(run_dir: Path, scratch: Path, known: Mapping[str, Any]) -> None:
-    """Write summary.json, actor_logs and the last line of log.txt and of the screen; remove owner.lock.
-
-    Writes nothing if the directory is gone, or belongs to another process by now.
+    """Write summary.json, actor_logs and the last line of log.txt and of the screen; remove owner.lock. Nothing if the
+    directory belongs to another process by now.
 
     Args:
-        scratch: Ray's session directory, where the logs of driver and actors are.
+        scratch: Ray's session directory, with the logs of driver and actors.
         known: `seed`, and `started_at` in Unix seconds.
 
     Raises:
-        OSError: the disk refuses it.
+        OSError: the directory is gone, or the disk refuses it.
     """
     with (run_dir / LOCK).open("r+") as lock:
         if not _is_locked(lock.fileno()):
@@ -64,7 +63,7 @@ def write(run_dir: Path, scratch: Path, known: Mapping[str, Any]) -> None:
 
 
 def copy_logs(scratch: Path, target: Path) -> None:
-    """Copy the end of what each actor printed. Raises `OSError` if it cannot be written."""
+    """The end of what each actor printed. Raises `OSError`."""
     logs = scratch / "session_latest" / "logs"
     for source in sorted([*logs.glob("worker-*.err"), *logs.glob("worker-*.out")]):
         size = source.stat().st_size
@@ -96,7 +95,7 @@ def _reason(scratch: Path) -> str:
 
 
 def _last_step(metrics: Path) -> tuple[int, int]:
-    """Step and version of the last whole line; (0, 0) if none can be read."""
+    """Step and version of the last whole record; (0, 0) if none can be read."""
     try:
         lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
         last = json.loads([line for line in lines if line.endswith("\n")][-1])

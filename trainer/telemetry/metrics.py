@@ -1,4 +1,4 @@
-"""Every metric that a line of metrics.jsonl may hold: name, unit, meaning, healthy range; docs/metrics.md shows it."""
+"""Every metric of a record of metrics.jsonl: name, unit, meaning, healthy range. docs/metrics.md shows them."""
 
 from __future__ import annotations
 
@@ -129,12 +129,8 @@ LEARNER: Rows = (
 
 TRAINING: Rows = (
     ("step", "steps", "Optimizer steps so far, resumes included; the line describes the last one.", "+1 per line"),
-    (
-        "version",
-        "versions",
-        "Policy version after this step; one that trains the critic alone, or is skipped, produces none.",
-        "+1 per line",
-    ),
+    ("version", "versions", "Policy version after this step; one that trains the critic alone, or is skipped, "
+     "produces none.", "+1 per line"),
     ("time_s", "s", "Since the process started; restarts at 0 after a resume.", "grows within a process"),
     ("reward/mean", "reward", "Mean reward of the step's responses, before shaping and loss filters.", "rises"),
     ("reward/std", "reward", "Standard deviation of these rewards.", "> 0"),
@@ -345,13 +341,13 @@ RENAMED: Mapping[str, str] = {
     "wait/learner_for_sync_s": "time/wait_for_sync_s",
     "wait/producer_for_slots_s": "time/backpressure_s",
 }
-"""Earlier name of a metric, or of a family, -> its name now; lines of earlier runs are read through this map."""
+"""Earlier name of a metric or a family -> its name now, for records of earlier runs."""
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 def current_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """`record`, a line of metrics.jsonl of any age, under the names of today."""
+    """A record of any age, under today's names."""
     return {_current_name(name): value for name, value in record.items()}
 
 
@@ -364,7 +360,7 @@ def _current_name(name: str) -> str:
 
 
 def find_row(name: str) -> MetricInfo | None:
-    """The row of a metric, or None if the catalog does not know it. `eval/NAME/...` of a set has that of `eval/...`."""
+    """The row of a metric; None for an unknown one. `eval/NAME/...` of a set has that of `eval/...`."""
     found = _BY_NAME.get(name) or _BY_NAME.get(f"{name.rpartition('/')[0]}/*")
     of_set = name.split("/", 2)
     return find_row(f"eval/{of_set[2]}") if found is None and of_set[0] == "eval" and len(of_set) == 3 else found

@@ -63,12 +63,8 @@ class RunDir:
         self._lock = lock
 
     def write_config(self, config: RunConfig) -> None:
-        """Write config.yaml. A different one of an earlier process is kept as config.N.yaml, and the log lists what has
-        changed.
-
-        Raises:
-            ConfigurationError: it cannot be written. A directory that this process has made is removed.
-        """
+        """Write config.yaml. A different one of an earlier process becomes config.N.yaml, and the log lists the
+        changes. Raises ConfigurationError if it cannot be written; then a new directory is removed."""
         text = dump_yaml(config)
         try:
             if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
@@ -82,14 +78,14 @@ class RunDir:
             raise ConfigurationError([cannot_be_written(self.path, error)]) from error
 
     def check(self) -> None:
-        """Raises `RunDirLost` if the directory is not there any more, or not ours."""
+        """Raises `RunDirLost` if the directory is gone, or not ours."""
         if not _is_at(self._lock, self.path / LOCK):
             what = "belongs to another process" if self.is_taken else "was removed or moved"
             raise RunDirLost(f"the run directory {self.path} {what} during the run")
 
     @property
     def is_taken(self) -> bool:
-        """Whether another process has it now: nothing more may be written there."""
+        """By another process: nothing more may be written there."""
         path = self.path / LOCK
         return path.exists() and not _is_at(self._lock, path)
 
@@ -110,10 +106,8 @@ class RunDir:
 
 
 def open_run_dir(config: RunConfig, *, clock: Callable[[], float] = time.time) -> RunDir:
-    """Make the directory of this run if it is new, and lock it.
-
-    Raises `ConfigurationError` if it cannot be written or belongs to a process that still runs.
-    """
+    """Make the directory of this run if it is new, and lock it. Raises `ConfigurationError` if it cannot be written, or
+    belongs to a running process."""
     path = Path(config.run_dir).absolute() if config.run_dir else _free_directory(config.name, clock)
     is_new, run_dir = not path.exists(), None
     try:
@@ -141,7 +135,7 @@ def cannot_be_written(path: Path, error: OSError) -> Problem:
 
 
 def changed_keys(file: Path, config: RunConfig) -> list[str] | None:
-    """Every key with another value than in an earlier config.yaml, as "KEY: OLD -> NEW"; None if it cannot be read."""
+    """Since an earlier config.yaml, as "KEY: OLD -> NEW"; None if it cannot be read."""
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -203,7 +197,7 @@ def _take_lock(path: Path, clock: Callable[[], float]) -> TextIOWrapper:
 
 
 def _is_at(lock: TextIOWrapper, path: Path) -> bool:
-    """Whether the file that we have locked still has that name."""
+    """Whether our locked file still has that name."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(lock.fileno()), path.stat())
     return False

@@ -51,7 +51,7 @@ ASK_GIT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """Sinks of one run. Separate threads write, each in order, so the event loop never waits for a disk."""
+    """Sinks of one run, written by threads, so that the event loop never waits for a disk."""
 
     run_dir: RunDir
     progress: Progress
@@ -63,10 +63,10 @@ class Telemetry:
     group_thread: ThreadPoolExecutor
     """For trajectories; only the end of the process waits for them."""
     slow_thread: ThreadPoolExecutor
-    """For the responses of evaluations, which can be gigabytes."""
+    """For responses of evaluations, which can be gigabytes."""
 
     async def write_step(self, record: Mapping[str, object]) -> None:
-        """One line of metrics, to all sinks and the display. Raises `RunDirLost` if the run directory is gone."""
+        """To all sinks and the display. Raises `RunDirLost`."""
         self.progress.step(record)
         await self._in_thread(self.run_dir.check)
         await self._in_thread(self.writer.write, record)
@@ -76,8 +76,8 @@ class Telemetry:
         await self._in_thread(self.writer.write_evaluation, line)
 
     def record_group(self, group: Group, prompt: Prompt, status: GroupStatus, reason: str) -> None:
-        """One finished group, before any filter. In the background, as `record_failure`: a slow disk must not delay
-        training, so records are skipped and counted while `MAX_PENDING` of them wait for it."""
+        """One finished group, before any filter. In the background, as `record_failure`, so that a slow disk does not
+        delay training: records are skipped and counted while `MAX_PENDING` of them wait."""
         if self.recorder is not None:
             self.recorder.in_background(self.group_thread, self.recorder.write, group, prompt, status, reason=reason)
 
@@ -89,12 +89,12 @@ class Telemetry:
     async def record_answers(
         self, answers: Sequence[tuple[str, Prompt, Sequence[Trajectory]]], *, version: int, failed: str = ""
     ) -> str | None:
-        """Begin to write the responses of an evaluation. Returns the file's name in the run directory once it is there
-        and empty, None if nothing is recorded. Only the end of the process waits for the rest.
+        """Begin to write the responses of an evaluation. Returns the name of the new file in the run directory, None if
+        nothing is recorded. Only the end of the process waits for the rest.
 
         Args:
             answers: empty if the evaluation failed before it had all of them.
-            failed: why the evaluation gives no number; empty if it gives one.
+            failed: why the evaluation has no number; else empty.
         """
         recorder, folder = self.recorder, self.run_dir.answers
         if recorder is None or not answers:
@@ -165,7 +165,7 @@ def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Teleme
 
 
 def _await_answers(progress: Progress, slow_thread: ThreadPoolExecutor) -> None:
-    """Wait for the responses of evaluations that are still to be written, with a message if that takes long."""
+    """Wait until the responses of evaluations are written, with a message if that takes long."""
     end = slow_thread.submit(lambda: None)  # it has one thread: this comes last
     if wait([end], timeout=QUIET_S).not_done:
         with progress.phase("writing the responses of evaluations"):
@@ -173,7 +173,7 @@ def _await_answers(progress: Progress, slow_thread: ThreadPoolExecutor) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what is installed, and the commit of a checkout ("-dirty": with changes)."""
+    """Of packages, and the commit of a checkout ("-dirty": with changes)."""
     found = {"python": platform.python_version()}
     for name in DISTRIBUTIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -188,7 +188,7 @@ def made_now() -> dict[str, object]:
 
 
 def describe(*, device: str, resumed_from_step: int | None) -> dict[str, object]:
-    """One line of environment.jsonl. `device` is the chosen backend, never "auto"."""
+    """One record of environment.jsonl. `device` is the chosen backend, never "auto"."""
     return {
         "started_at": _now(),
         "command": sys.argv,
@@ -203,7 +203,7 @@ def describe(*, device: str, resumed_from_step: int | None) -> dict[str, object]
 
 
 def append(path: Path, line: Mapping[str, object]) -> None:
-    """Each process of a run adds a line, the latest last. A run that cannot write it continues."""
+    """One record per process. A run that cannot write it continues."""
     try:
         append_line(path, encode_json(line) + b"\n")
     except OSError as error:
@@ -211,7 +211,7 @@ def append(path: Path, line: Mapping[str, object]) -> None:
 
 
 def last_line_of(command: Sequence[str], *, timeout_s: float) -> str:
-    """The last line that a program prints, run in the directory of this code; empty if it fails or takes too long."""
+    """The last line that a program prints, run in the directory of this code; empty if it fails or is late."""
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
@@ -227,7 +227,7 @@ def _now() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this code is in; empty if it is in none, or git does not say."""
+    """Of the checkout that this code is in; else empty."""
     if not (ROOT / ".git").exists():  # an installed package may be inside another checkout
         return ""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -239,7 +239,7 @@ ExitReason = Literal["completed", "accuracy_reached", "failed", "interrupted"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How a run ended. Accuracies are those of held-out evaluations; None if there was none."""
+    """How a run ended. Accuracies are of held-out evaluations; None without any."""
 
     exit_reason: ExitReason
     steps: int
@@ -274,7 +274,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def cut_records(run_dir: RunDir, *, after_step: int, after_version: int) -> None:
-    """The run resumes from a checkpoint of this step and policy version: later steps are computed again."""
+    """The run resumes from a checkpoint of this step and policy version, and computes later steps again."""
     removed = truncate_after(run_dir.metrics, after_step)
     # By version: the result of a version that stays is valid, however late it came.
     truncate_after(run_dir.evaluations, after_version, key="version")

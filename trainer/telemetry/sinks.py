@@ -44,11 +44,11 @@ class MetricSink(Protocol):
 
 
 class MetricWriter:
-    """Gives every record to every sink. A sink that fails is logged and counted as `telemetry/sink_errors` of the next
-    record, and never stops the run."""
+    """Gives every record to every sink. A sink that fails is logged, and counted in `telemetry/sink_errors` of the next
+    record."""
 
     def __init__(self, sinks: Sequence[MetricSink], evaluations: MetricSink, *, missing: Sequence[str] = ()) -> None:
-        """`missing`: configured sinks that cannot be opened. Each record counts as an error of theirs."""
+        """`missing`: sinks that cannot be opened. Each record counts as an error of theirs."""
         self._sinks, self._evaluations, self._missing = tuple(sinks), evaluations, tuple(missing)
         self._num_errors = dict.fromkeys((*(sink.name for sink in (*self._sinks, evaluations)), *missing), 0)
         self._warned: set[str] = set()
@@ -59,7 +59,7 @@ class MetricWriter:
         return sum(self._num_errors.values())
 
     def write(self, record: Mapping[str, object]) -> None:
-        """`record` holds `step` and metrics by name. Numbers that are not finite are written as null and logged."""
+        """`record` holds `step` and metrics by name. Numbers that are not finite become null and are logged."""
         plain = self._plain(record)
         plain["telemetry/sink_errors"] = self.num_errors
         for sink in self._sinks:
@@ -107,11 +107,8 @@ class MetricWriter:
 
 
 def build_writer(config: RunConfig, run_dir: RunDir) -> MetricWriter:
-    """The sinks of the `telemetry` section. Until the first record, lines of earlier processes may still be cut.
-
-    metrics.jsonl and evaluations.jsonl must work, and raise `OSError` if they do not; any other sink that cannot be
-    opened is logged, left out, and counted at every record.
-    """
+    """The sinks of the `telemetry` section. Raises `OSError` if metrics.jsonl or evaluations.jsonl cannot be written;
+    any other sink that cannot be opened is logged, and counted at every record."""
 
     def wandb() -> MetricSink:
         from trainer.telemetry.wandb import WandbSink
@@ -135,10 +132,8 @@ def build_writer(config: RunConfig, run_dir: RunDir) -> MetricWriter:
 
 
 class JsonlSink:
-    """Appends to `path`, which is opened for every line: before the first one it may be cut, or moved away.
-
-    Raises `OSError` if the file cannot be written.
-    """
+    """Appends to `path`, which is opened for every record: before the first it may be cut, or moved. Raises
+    `OSError`."""
 
     def __init__(self, path: Path, *, name: str = "jsonl") -> None:
         self.name = name
@@ -153,10 +148,7 @@ class JsonlSink:
 
 
 def truncate_after(path: Path, step: int, *, key: str = "step") -> int:
-    """Remove the lines whose `key` is after `step`, and incomplete lines. Returns how many were removed.
-
-    The file is replaced atomically; a file that does not exist stays so.
-    """
+    """Remove the records whose `key` is after `step`, and incomplete ones; atomically. Returns how many."""
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
@@ -167,7 +159,7 @@ def truncate_after(path: Path, step: int, *, key: str = "step") -> int:
 
 
 def _number_of(line: bytes, key: str) -> float:
-    """Infinity for a line that cannot be read, so that it is removed."""
+    """Infinity for a damaged record, so that it is removed."""
     try:
         number = json.loads(line)[key]
     except (ValueError, KeyError, TypeError):
@@ -176,10 +168,9 @@ def _number_of(line: bytes, key: str) -> float:
 
 
 class TensorBoardSink:
-    """Numbers become scalars; everything else is left to metrics.jsonl.
+    """Numbers become scalars. The first record hides what an earlier process wrote for that step and later ones.
 
-    The first record makes TensorBoard hide what an earlier process wrote for that step and later ones.
-    `EventFileWriter` is not used: after one write that the disk refuses, its thread writes nothing any more.
+    `EventFileWriter` is not used: after one refused write its thread writes nothing any more.
     """
 
     name = "tensorboard"

@@ -1,9 +1,8 @@
-"""trace.json: what each part of a run did when, for a trace viewer.
+"""trace.json: what each part of a run did when, for a trace viewer. Times are Unix time.
 
-The file is an array of events, and complete after every flush: each batch of events is written together with the
-closing bracket, over that of the batch before. If a crash tears the last batch, viewers still read the rest, because
-the trace format allows a missing bracket; a resumed run cuts the torn line and continues after it.
-Every process of a run has a `pid`, counted from 1, and separate numbers of tracks and spans. Times are Unix time.
+The file is an array of events, and complete after every flush: each batch is written with the closing bracket, over
+that of the batch before. The trace format allows a missing bracket, so viewers read a torn file, too; a resumed run
+cuts the torn line. Every process of a run has a `pid`, counted from 1, and numbers its tracks and spans again.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _PID = re.compile(rb'"pid":(\d+)')
 
 
 class Tracer:
-    """Writes spans to `path`; without a path it drops them. Safe to use from several threads.
+    """Writes spans to `path`, if there is one. Safe to use from several threads.
 
-    Tracks are rows of the picture, e.g. "learner", "engine 0", "sync", "batch_loop"; they appear at their first span.
-    One process writes at most `max_events`, and keeps at most a few hundred in memory.
+    Tracks are rows of the picture, e.g. "learner", "engine 0", "sync", and appear at their first span. One process
+    writes at most `max_events`, and keeps at most a few hundred in memory.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Tracer:
     def add_span(
         self, track: str, name: str, *, start_s: float, end_s: float, overlapping: bool = False, **args: object
     ) -> None:
-        """A span that was timed elsewhere, in Unix time. It is also logged at level debug."""
+        """In Unix time. Also logged at level debug."""
         logger.debug("%s: %s took %.3f s %s", track, name, end_s - start_s, args or "")
         event = {"name": name, "cat": track, "ts": start_s * 1e6, "args": args}
         if not overlapping:
@@ -127,13 +126,13 @@ class Tracer:
 
 
 def _open_trace(path: Path) -> tuple[IO[bytes], int]:
-    """The file, and the pid of this process. A file of an earlier process is continued."""
+    """The file, perhaps continued, and the pid of this process."""
     content = path.read_bytes() if path.exists() else b""
     whole = content.rstrip()
     if whole.endswith(b"]"):
         body = whole[:-1].rstrip()
     else:
-        # Torn by a crash: keep what is before the last line break, which follows a whole event.
+        # Torn by a crash: the last line break follows a whole event.
         body = whole[: whole.rfind(b"\n")].rstrip().rstrip(b",") if b"\n" in whole else b""
     file = path.open("r+b" if content else "wb", buffering=0)
     try:
@@ -147,7 +146,7 @@ def _open_trace(path: Path) -> tuple[IO[bytes], int]:
 
 
 def _last_pid(body: bytes) -> int:
-    """The greatest: that of the last event. 0 if there is none."""
+    """Of the last event, which is the greatest; 0 without any."""
     found = _PID.match(body, max(0, body.rfind(b'"pid":')))
     return int(found[1]) if found else 0
 

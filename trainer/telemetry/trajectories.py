@@ -1,12 +1,8 @@
-"""Records every generated group in full, before any filter, and every failed attempt at one with its reason.
+"""Records every generated group, before any filter, and every failed attempt at one; and responses of evaluations.
 
-`trajectories/groups_00000.jsonl`, `groups_00001.jsonl`, ...: one JSON object per line and group. A new process begins a
-new file. After a resume, groups generated after the checkpoint appear again in a later file.
-`telemetry.max_trajectories_gib` bounds their total size.
-
-`evaluations/version_N.jsonl`: one JSON object per line and held-out prompt, with all responses to it, in the order of
-the evaluation. Each evaluation has a separate file, whole however large it is: `version_N.2.jsonl` is the second
-evaluation of a version with this number, in a resumed process. The same bound applies to these together.
+`trajectories/groups_00000.jsonl`, ...: a line per group. A new process begins a new file, in which a resume may repeat
+groups. `evaluations/version_N.jsonl`: a line per held-out prompt; `version_N.2.jsonl` is of a second evaluation of the
+version with this number, after a resume. `telemetry.max_trajectories_gib` bounds each folder; an evaluation is whole.
 """
 
 from __future__ import annotations
@@ -38,14 +34,13 @@ FailureStatus = Literal["retried", "dropped"]
 EvaluationStatus = Literal["scored", "failed"]
 
 MAX_PENDING = 64
-"""Records that wait for the disk in the background; each may hold megabytes."""
+"""Records that wait for the disk; each may hold megabytes."""
 _MAX_FILE_BYTES = 256 * 2**20
 
 
 class TrajectoryRecorder:
-    """A full disk, or a record that cannot be encoded, is logged, counted in `num_errors`, and does not stop the run.
-    Records that come when a folder holds `max_bytes`, or when the disk is too far behind, are counted in `num_skipped`.
-    Groups and evaluations may be written by two threads."""
+    """A record that cannot be written or encoded is logged and counted in `num_errors`; one that comes when its folder
+    is full, or the disk too far behind, in `num_skipped`. Groups and evaluations may be written by two threads."""
 
     def __init__(
         self,
@@ -98,19 +93,18 @@ class TrajectoryRecorder:
         thread.submit(work)
 
     def write(self, group: Group, prompt: Prompt, status: GroupStatus, *, reason: str = "") -> None:
-        """`reason` says why a group was filtered. Blocking file I/O: call it off the event loop."""
+        """`reason`: why a group was filtered. Blocks: call it off the event loop."""
         self._append(lambda: {"status": status, "reason": reason, **_group(group, prompt)})
 
     def write_failure(self, item: RolloutRequest, status: FailureStatus, *, reason: str) -> None:
-        """A failed attempt and the number of attempts so far. Blocking, as `write`."""
+        """A failed attempt and the number of attempts so far. Blocks."""
         attempts = item.attempt + item.num_worker_losses + 1
         known = {"group_id": item.group_id, "start_version": item.start_version, "prompt": _prompt(item.prompt)}
         empty = {"rewards": [], "trajectories": [], "baseline": None}
         self._append(lambda: {"status": status, "reason": reason, "attempts": attempts, **known, **empty})
 
     def begin_evaluation(self, folder: Path, version: int) -> Path | None:
-        """A new empty file in `folder` for the responses of one evaluation; None if it cannot be made, or the folder is
-        full. Blocking, as `write`."""
+        """A new empty file for the responses of one evaluation; None if there can be none. Blocks."""
         numbers = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
         paths = (folder / f"version_{version}{number}.jsonl" for number in numbers)
         try:
@@ -133,8 +127,8 @@ class TrajectoryRecorder:
         status: EvaluationStatus,
         reason: str = "",
     ) -> None:
-        """`answers`: held-out prompts, each with the name of its set and all responses. `status` and `reason` are those
-        of the whole evaluation. After a line that cannot be written the rest is left out. Blocking, as `write`."""
+        """`answers`: (name of the set, held-out prompt, all responses). `status` and `reason` are of the whole
+        evaluation. After a line that cannot be written the rest is left out. Blocks."""
         how = {"status": status, "reason": reason, "version": version}
         try:
             for eval_set, prompt, trajectories in answers:
@@ -177,7 +171,7 @@ class TrajectoryRecorder:
                 self._num_bytes_before += self._num_bytes
                 self._num_bytes = 0
             append_line(self._folder / f"groups_{self._number:05d}.jsonl", line)
-        except Exception as error:  # noqa: BLE001 - the edge of one record: columns of a data set and rewards hold anything
+        except Exception as error:  # noqa: BLE001 - columns of a data set and rewards hold anything
             self._count(errors=1)
             if type(error) not in self._logged:
                 self._logged.add(type(error))
@@ -201,7 +195,7 @@ def _group(group: Group, prompt: Prompt) -> dict[str, object]:
 
 
 def _answered(prompt: Prompt, trajectories: Sequence[Trajectory]) -> dict[str, object]:
-    """Numbered within the prompt, as those of a group."""
+    """Numbered within the prompt."""
     return {
         "prompt": _prompt(prompt),
         "rewards": [trajectory.total_reward for trajectory in trajectories],
@@ -228,7 +222,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
 
 
 def _turn(turn: Turn) -> dict[str, object]:
-    """`generated` are [start, stop) ranges; `logprobs` those of the generated tokens only, in order."""
+    """`generated` are [start, stop) ranges; `logprobs` are of the generated tokens."""
     edges = np.flatnonzero(np.diff(turn.is_generated, prepend=False, append=False))
     # float32 has 7 digits; 5 after the point are plenty for people and half the file.
     logprobs = np.round(turn.logprobs[turn.is_generated].astype(np.float64), 5)
@@ -237,7 +231,7 @@ def _turn(turn: Turn) -> dict[str, object]:
 
 
 def _metadata(metadata: object) -> object:
-    """Columns of a data set may hold anything; what JSON cannot hold, as the bytes of an image, is written as text."""
+    """As text if JSON cannot hold it, as the bytes of an image."""
     try:
         if not _holds_bytes(metadata):
             return to_jsonable(metadata)

@@ -1,11 +1,8 @@
-"""Metrics to Weights & Biases, in a child process that runs this module by `python -m`.
+"""Metrics to Weights & Biases, in a child process that runs this module, so that the package cannot stop the run: by a
+login, a lost network, or hooks at the end of a process. A child whose reply is late is killed.
 
-So nothing that the package does can stop the run: asking for a login, waiting for a lost network, hooks that run when a
-process ends. Each reply of the child has a deadline; a late child is killed.
-
-The protocol: the driver sends a message over a pipe, and the child replies with its outcome. First the arguments of
-`wandb.init`, then the numbers of each step, at last None. If the pipe breaks before that, the driver was killed, and
-the child reports the run as failed. The child imports little more than `wandb`, so it starts fast.
+The driver sends the arguments of `wandb.init`, the numbers of each step, and at last None; the child replies to each.
+If the pipe breaks before None, the driver was killed, and the child reports a failed run.
 """
 
 from __future__ import annotations
@@ -43,11 +40,8 @@ FINISH_S = 60.0
 
 
 class WandbSink:
-    """Numbers go to one run of the service per run directory, which a resumed run continues.
-
-    Files stay in the run directory. `step` is the axis of every chart, not the service's count of lines: that only
-    grows, and would leave out the steps that a resumed run computes again.
-    """
+    """One run of the service per run directory, which a resumed run continues. `step` is the axis of every chart: the
+    service's count only grows, and would leave out the steps that a resumed run computes again."""
 
     name = "wandb"
 
@@ -68,12 +62,12 @@ class WandbSink:
             logger.warning("wandb is not online (no login, or WANDB_MODE); `wandb sync` sends %s", self._folder)
 
     def write(self, record: Mapping[str, object], *, timeout_s: float = WRITE_S) -> None:
-        """Raises `RuntimeError` if it fails. After a timeout every write does."""
+        """Raises `RuntimeError`, after a timeout always."""
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         self._ask(numbers, timeout_s=timeout_s)
 
     def close(self, *, timeout_s: float = FINISH_S) -> None:
-        """Send the rest. Raises `RuntimeError` if it is not sent in time; the files stay."""
+        """Raises `RuntimeError` if the rest is not sent in time; the files stay."""
         if self._process.poll() is not None:
             return  # each failed write has been reported
         try:
@@ -84,7 +78,7 @@ class WandbSink:
             self._end()
 
     def _ask(self, message: object, *, timeout_s: float) -> str:
-        """The address of the run, from the reply to its begin."""
+        """Returns the address of the run."""
         output = self._folder / "process.txt"
         if self._process.poll() is not None:
             raise RuntimeError(f"the process of wandb has ended; see {output}")
@@ -128,7 +122,7 @@ def _settings(config: RunConfig, run_dir: RunDir) -> dict[str, object]:
 
 
 def _start(output: Path) -> tuple[subprocess.Popen[bytes], Connection]:
-    """The child, and our end of the pipe to it; the package prints to `output`."""
+    """The child, which prints to `output`, and our end of the pipe."""
     from trainer import subprograms
 
     ours, theirs = Pipe()
@@ -147,7 +141,7 @@ def _start(output: Path) -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def run_id(file: Path) -> str:
-    """The id of this run at the service, from `file`, which the first process writes."""
+    """At the service, from `file`, which the first process writes."""
     from trainer.files import write_atomically
 
     if file.exists() and (known := file.read_text(encoding="utf-8").strip()):
@@ -158,8 +152,8 @@ def run_id(file: Path) -> str:
 
 
 def serve(pipe: Connection, *, finish_s: float) -> None:
-    """The child. Returns when everything is sent. After the driver's end it exits within `finish_s`, even where the
-    package or one of its hooks hangs."""
+    """The child, until everything is sent. After the driver's end it exits within `finish_s`, even if the package
+    hangs."""
     exit_with_parent(grace_s=finish_s)
     run: Any = None
     with contextlib.suppress(OSError, EOFError):  # an OSError if the driver was killed before it had read a reply

@@ -1,7 +1,5 @@
 """`python -m trainer.advise RUN_DIR`: which side of a run waits for the other, and what to change.
 
-Usage: python -m trainer.advise RUN_DIR [--json]
-
 Exit codes: 0 there is a diagnosis, 1 too few steps for one, 2 the directory holds no run.
 """
 
@@ -28,10 +26,9 @@ if TYPE_CHECKING:
 
 EXIT_DIAGNOSED, EXIT_TOO_EARLY, EXIT_NOT_A_RUN = 0, 1, 2
 MATTERS = 0.05
-"""A smaller share of the time, or a smaller gain, is not worth a word of advice."""
+"""Smaller shares of the time and smaller gains are ignored."""
 SURE_STEPS = 20
 RARER = "are evaluations and saves needed so often?"
-"""Where the other time of a step is what could be shortened."""
 
 Verdict = Literal[
     "generation_bound", "training_bound", "sync_waits", "evaluation_waits", "overlap_limited", "long_tail", "balanced",
@@ -51,7 +48,7 @@ VERDICTS: dict[Verdict, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Waits as shares of the time of some steps. They overlap, so they need not add up. None: not recorded."""
+    """Waits as shares of the time. They overlap, so they need not add up. None: not recorded."""
 
     learner_waits_for_data: float
     """Without its waits for evaluations."""
@@ -60,12 +57,12 @@ class Shares:
     engines_idle: float | None
     producer_waits_for_slots: float | None
     old_groups_hold_up: float
-    """Part of the wait for data in which enough groups were ready, but older ones had to come first."""
+    """Part of the wait for data in which enough groups were ready, but older ones came first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSplit:
-    """A division of the devices, and the time of a step that the model gives it."""
+    """A division of the devices, with its expected time of a step."""
 
     num_ranks: int
     num_replicas: int
@@ -74,7 +71,7 @@ class DeviceSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What a run shows. Times are of a step, in seconds."""
+    """Times are of a step, in seconds."""
 
     num_steps: int
     num_lost_steps: int
@@ -86,45 +83,41 @@ class Diagnosis:
     other_s: float
     """In which the learner neither computes nor waits for data or sync; it may wait for evaluations."""
     generation_s: float | None
-    """If only generation counted; None if engines' idle times are unknown."""
+    """If only generation counted; None if idle times are unknown."""
     generation_full_s: float | None
     """The same at the full rate of the engines; None without a trace that shows it."""
     verdict: Verdict
     splits: tuple[DeviceSplit, ...]
-    """Best first; of as many devices as the run has."""
+    """Of all devices of the run, best first."""
     limits: tuple[str, ...]
     unknown: tuple[str, ...]
-    """What could not be known, in words."""
 
     @property
     def has_notable_rest(self) -> bool:
-        """Whether the other time is worth a word."""
         return self.other_s >= MATTERS * self.step_s
 
     @property
     def floor_s(self) -> float:
-        """The larger of both sides, the learner's with its other time: by this model no schedule of these devices is
-        faster."""
+        """The larger of both sides, the learner's with its other time: no schedule of these devices is faster."""
         return max(self.learning_s + self.other_s, _at_best(self.generation_s, self.generation_full_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """One thing to change. `keys` is empty if nothing is worth it."""
+    """One change; `keys` is empty if nothing is worth it."""
 
     why: str
     keys: dict[str, int | str]
     step_s: float | None = None
-    """Time of a step that the model expects; None where it expects none."""
+    """Expected time of a step; None if unknown."""
 
     @property
     def arguments(self) -> str:
-        """The keys as arguments of a command."""
         return " ".join(f"{key}={value}" for key, value in self.keys.items())
 
     @property
     def caveats(self) -> list[str]:
-        """What is not known of another division of devices, in words."""
+        """What is unknown of another division of devices."""
         if not {"learner.num_ranks", "rollout.num_replicas"} & self.keys.keys():
             return []
         command = f"python -m trainer --dry-run {self.arguments}"
@@ -156,7 +149,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _so_far(early: TooFewSteps, *, as_json: bool) -> str:
-    """The waits in all steps, which are too few for a diagnosis."""
     facts, num = early.facts, len(early.facts.lines)
     step_s = fmean(line.step_s for line in facts.lines) if num else 0.0
     shares = shares_of(facts) if num else None
@@ -211,11 +203,8 @@ def diagnose(facts: RunFacts) -> Diagnosis:
 
 
 def splits_of(facts: RunFacts, learning_s: float, generation_s: float, *, fixed_s: float) -> tuple[DeviceSplit, ...]:
-    """Every way to give all devices away, fastest first; of equal ones, that nearest to today's.
-
-    Args:
-        learning_s: of a step, what more ranks shorten; they do not shorten `fixed_s`, which the learner also needs.
-    """
+    """Every division of all devices, fastest first; of equal ones, that nearest to today's. More ranks shorten
+    `learning_s` and not `fixed_s`, which the learner also needs."""
     cfg, found = facts.cfg, list[DeviceSplit]()
     tp, overlaps = cfg.rollout.tensor_parallel_size, cfg.mode.max_staleness > 0 or cfg.mode.shares_devices
     for replicas in range(1, (facts.num_devices - 1) // tp + 1):
@@ -232,7 +221,7 @@ def _at_best(generation_s: float | None, full_s: float | None) -> float:
 
 
 def shares_of(facts: RunFacts) -> Shares:
-    """The waits in the lines of `facts`, of which there is at least one."""
+    """Of at least one line."""
     lines, total_s = facts.lines, sum(line.step_s for line in facts.lines)
     idle = [line.engines_idle_s for line in lines if line.engines_idle_s is not None]
     slots = [line.slot_wait_s for line in lines if line.slot_wait_s is not None]
@@ -285,12 +274,12 @@ def _verdict(shares: Shares, cfg: RunConfig, *, has_slack: bool, has_tails: bool
 
 
 def _limits(shares: Shares, facts: RunFacts, verdict: Verdict) -> list[str]:
-    """Failures, and what S and the size of a step prevent, in words."""
+    """Failures, and what S and the size of a step prevent."""
     cfg, staleness, found = facts.cfg, facts.cfg.mode.max_staleness, list[str]()
     if failed := fmean(line.failed_frac for line in facts.lines):
         found.append(
             f"{failed:.1%} of the responses failed and have no reward: their reward function or agent raised or timed "
-            "out. Mean rewards are over the others; log.txt and summary.json (first_failure) name the first error."
+            "out. Mean rewards exclude them; log.txt and summary.json (first_failure) name the first error."
         )
     if cfg.mode.shares_devices:
         found.append("Learner and engines alternate on the same devices, by definition.")
@@ -370,8 +359,8 @@ def _nothing(why: str) -> Recommendation:
 
 
 def _about_staleness(found: Diagnosis, facts: RunFacts) -> Recommendation:
-    """Today S + 1 steps are as long as the longest responses and their training take; how many would they be, if each
-    took no longer than the floor?"""
+    """S + 1 steps are as long as the longest responses and their training take; the new S makes as many steps of the
+    floor's time last as long."""
     if facts.has_closed_slots and found.shares.old_groups_hold_up < MATTERS:
         return _nothing("not all slots are open yet: a run opens more when its learner has to wait; ask later")
     side = "both sides wait for each other"
@@ -412,8 +401,7 @@ def _about_evaluations(found: Diagnosis, cfg: RunConfig) -> Recommendation:
 
 
 def _about_separate_devices(found: Diagnosis, facts: RunFacts) -> Recommendation:
-    """Whether separate devices would be better than shared ones, with generation far enough ahead for the longest
-    responses."""
+    """Separate devices instead of shared ones, with generation far enough ahead for the longest responses."""
     cfg = facts.cfg
     if facts.shares_cores or not found.splits:
         return _nothing("learner and engines alternate; what separate devices would give is unknown")
@@ -460,7 +448,6 @@ def _keys_of(split: DeviceSplit) -> dict[str, int | str]:
 
 
 def as_json(found: Diagnosis, advice: Recommendation) -> str:
-    """The report for programs."""
     unknown = [*found.unknown, *advice.caveats]
     return _json({**asdict(found), "unknown": unknown, "floor_s": found.floor_s, "recommendation": asdict(advice)})
 

@@ -3,19 +3,17 @@
 Usage: python -m trainer.bench --out FILE.json [--workload w1] [--case MODE:SPLIT ...] [--set WHICH:KEY=VALUE ...]
 
 A case is a mode and its division of the devices: async:2+2 (2 learner devices and 2 for engines), sync:1+3,
-colocated:4 (learner and engines on all 4). NAME=MODE:SPLIT gives it a name of its own, so that one mode can be tried
-with several settings. Every case ends with figures in FILE.json, where those of earlier calls stay: several short calls
-do what one long one does. A case that runs out of time has failed, but keeps the figures of the steps it got to. The
-run directories stay in FILE.runs/, and what a run wrote to the console in FILE.runs/NAME.output.txt.
+colocated:4 (learner and engines on all 4); NAME=MODE:SPLIT gives it another name. FILE.json gets figures of every case
+and keeps those of earlier calls. A case that runs out of time fails, but keeps the figures of the steps it made. Run
+directories stay in FILE.runs/, console output in FILE.runs/NAME.output.txt.
 
-With --steps N, N steps count. Every run makes --warmup steps before them and S (mode.max_staleness of the case) after
-them: no prompt is left for its engines while it trains its last S. "per_step" in FILE.json has every step of every run,
-and says which counted.
+With --steps N, N steps count. A run makes --warmup steps before them and S (mode.max_staleness of the case) after them,
+during which no prompt is left for its engines. "per_step" in FILE.json has every step, and which counted.
 
 Workloads: 7B Qwen2 shape with random bfloat16 weights, prompts of 512 tokens, 32 prompts x 8 responses per step, a
-length for each response from a seeded Pareto (shape 1, at least 256) that is cut at 4,096 (w1) or 16,384 (w1-heavy);
-uniform has 256 tokens in every response, where there is least to gain. Lengths are forced and the same in every mode.
-Another model, with its weights, is --set WHICH:model.path=DIR; its shape is not known here, so its runs have no MFU.
+length for each response from a seeded Pareto (shape 1, at least 256) that is cut at 4,096 (w1) or 16,384 (w1-heavy), or
+always 256 tokens (uniform). Lengths are forced and the same in every mode. --set WHICH:model.path=DIR takes another
+model, with its weights and without MFU, because its shape is unknown here.
 
 Exit codes: 0 every case of this call has figures, 1 one has not, 2 the command line or the file is wrong.
 
@@ -70,7 +68,7 @@ from trainer.tools.run_records import read_records, read_spans
 from weight_sync.bench.shapes import MODELS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -85,10 +83,6 @@ module = torch.get_device_module(backend.torch_device)
 named = getattr(module, "get_device_name", None)
 print(f"{backend.num_devices()} x {named(0)}" if named else f"{backend.name}, {os.cpu_count()} cores")
 """
-COLUMNS = (
-    "case", "devices", "steps", "step s (min-max)", "tok/s/device", "gen bound", "(full)", "learn bound", "step/bound",
-    "strict", "wait data", "wait sync", "pause ms", "sync s", "MFU", "start-up",
-)  # fmt: skip
 LEARNER, ENGINES, PAUSE = "#f58518", "#4c78a8", "#e45756"
 
 
@@ -107,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if args.skip_done:
         cases = [case for case in cases if not _is_done(runs.get(case.name))]
-    # A scheduler's end is a clean shutdown, which ends the run too.
+    # A scheduler's signal ends the run, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for case in cases:
         _say(f"{case.name}: running, output in {output_of(_run_dir(args, case))}")
@@ -155,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def measure(args: argparse.Namespace, work: Workload, case: Case) -> dict[str, Any]:
-    """Run the case; whatever happens to the run, there is a result. An older run directory is removed."""
+    """Run the case, in place of an older run directory. There is a result whatever happens to the run."""
     run_dir = _run_dir(args, case)
     config_dir = run_dir.parent / "inputs"
     config_dir.mkdir(parents=True, exist_ok=True)
@@ -183,7 +177,7 @@ def measure(args: argparse.Namespace, work: Workload, case: Case) -> dict[str, A
 
 @cache
 def _devices(name: str) -> str:
-    """What the host has, in words; empty if it does not say."""
+    """Of the host, in words; empty if unknown."""
     return last_line_of([sys.executable, "-c", _ASK_DEVICE, name], timeout_s=ASK_DEVICE_TIMEOUT_S)
 
 
@@ -192,12 +186,11 @@ def _run_dir(args: argparse.Namespace, case: Case) -> Path:
 
 
 def output_of(run_dir: Path) -> Path:
-    """What the run wrote to the console."""
     return run_dir.with_name(f"{run_dir.name}.output.txt")
 
 
 def examine(run_dir: Path, outcome: RunOutcome, plan: BenchPlan) -> dict[str, Any]:
-    """Figures, steps, start-up and timeline of a run, or as much of them as it got to, and what went wrong."""
+    """Figures, steps, start-up and timeline of a run, as far as it got, and what went wrong."""
     records, spans = read_records(run_dir / "metrics.jsonl"), read_spans(run_dir / "trace.json")
     problems = [outcome.problem]
     found: dict[str, Any] = {"figures": None, "per_step": [], "start_up": {}, "timeline": {}}
@@ -216,15 +209,12 @@ def examine(run_dir: Path, outcome: RunOutcome, plan: BenchPlan) -> dict[str, An
 
 
 class WorkloadMismatch(Exception):
-    """The file holds results of something else; the message says of what."""
+    """The file holds results of something else."""
 
 
 def load_results(path: Path, work: Workload, *, is_shown_only: bool = False) -> dict[str, dict[str, Any]]:
-    """Results in a file by the name of their case, in the order in which they were first run; none without a file.
-
-    Args:
-        is_shown_only: nothing is added, so figures of the earlier workload, with one length for all responses to a
-            prompt, may be in the file.
+    """Results by the name of their case, in the order of their first runs; none without a file. With `is_shown_only`
+    they may be of the earlier workload, which had one length for all responses to a prompt.
 
     Raises:
         WorkloadMismatch: the file is not one of this workload.
@@ -249,40 +239,44 @@ def save_results(path: Path, work: Workload, runs: Mapping[str, Mapping[str, Any
     write_atomically(path, json.dumps({"workload": asdict(work), "runs": runs}, indent=1) + "\n")
 
 
+def _known(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _strict_ratio(f: Mapping[str, Any]) -> float | None:
+    return strict_ratio(f["step_s"]["mean"], generation_full_s=f["generation_full_s"], learning_s=f["learning_s"])
+
+
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "devices": lambda f: str(f["num_devices"]),
+    "steps": lambda f: f"{f['steps'][0]}-{f['steps'][1]}",
+    "step s (min-max)": lambda f: "{mean:.2f} ({min:.2f}-{max:.2f})".format_map(f["step_s"]),
+    "tok/s/device": lambda f: f"{f['tokens_per_s_per_device']:,.0f}",
+    "gen bound": lambda f: f"{f['generation_s']:.2f}",
+    "(full)": lambda f: _known(f["generation_full_s"], ".2f"),
+    "learn bound": lambda f: f"{f['learning_s']:.2f}",
+    "step/bound": lambda f: f"{f['ratio']:.2f}",
+    "strict": lambda f: _known(_strict_ratio(f), ".2f"),
+    "wait data": lambda f: f"{f['learner_waits_for_data_s']:.2f}",
+    "wait sync": lambda f: f"{f['learner_waits_for_sync_s']:.3f}",
+    "pause ms": lambda f: f"{1e3 * f['sync_pause_s']['mean']:.1f}",
+    "sync s": lambda f: f"{f['sync_end_to_end_s']['mean']:.3f}",
+    "MFU": lambda f: _known(f["mfu"], ".3f"),
+}
+"""Of the figures."""
+
+
 def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
     """One line per case, then what went wrong."""
-    rows = [COLUMNS, *(_row(name, run) for name, run in runs.items() if run["figures"])]
+    rows = [("case", *COLUMNS, "start-up")]
+    for name, run in runs.items():
+        if run["figures"]:
+            start_up_s = run["start_up"].get("to_first_step_s")
+            rows.append((name, *(text(run["figures"]) for text in COLUMNS.values()), _known(start_up_s, ".0f")))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += [f"FAILED {name}: {run['problem']}" for name, run in runs.items() if run["problem"]]
     return "\n".join(lines) + "\n"
-
-
-def _row(name: str, run: Mapping[str, Any]) -> tuple[str, ...]:
-    f, step = run["figures"], run["figures"]["step_s"]
-
-    def known(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    strict = strict_ratio(step["mean"], generation_full_s=f["generation_full_s"], learning_s=f["learning_s"])
-    return (
-        name,
-        str(f["num_devices"]),
-        f"{f['steps'][0]}-{f['steps'][1]}",
-        f"{step['mean']:.2f} ({step['min']:.2f}-{step['max']:.2f})",
-        f"{f['tokens_per_s_per_device']:,.0f}",
-        f"{f['generation_s']:.2f}",
-        known(f["generation_full_s"], ".2f"),
-        f"{f['learning_s']:.2f}",
-        f"{f['ratio']:.2f}",
-        known(strict, ".2f"),
-        f"{f['learner_waits_for_data_s']:.2f}",
-        f"{f['learner_waits_for_sync_s']:.3f}",
-        f"{1e3 * f['sync_pause_s']['mean']:.1f}",
-        f"{f['sync_end_to_end_s']['mean']:.3f}",
-        known(f["mfu"], ".3f"),
-        known(run["start_up"].get("to_first_step_s"), ".0f"),
-    )
 
 
 def can_plot() -> bool:
@@ -291,11 +285,7 @@ def can_plot() -> bool:
 
 
 def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draws the runs that have figures. Needs matplotlib.
-
-    Raises:
-        ValueError: none has.
-    """
+    """Draws the runs that have figures. Raises ValueError if none has."""
     shown = {name: run for name, run in runs.items() if run["figures"]}
     if not shown:
         raise ValueError("no run has figures to draw")

@@ -5,17 +5,13 @@
                             the same run while they were busy, so with at least one group each
     (full)                  the same at the rate while at least half a step's groups were running
 
-Step over the larger of learning and generation, `ratio`, shows engines that were empty while the learner had nothing to
-do either. It cannot show a learner that waits for a last response: engines that are never empty need a whole step for a
-step's tokens, so it is near 1 whatever the schedule; below 1 where the steps that count trained more tokens than were
-generated meanwhile. With (full), `strict_ratio` counts tails that other responses could have filled as lost: it is 1
-only if the learner never waits, or if the engines always have much to do.
+`ratio`, step over the larger of learning and generation, shows engines that were empty while the learner had nothing to
+do. It is near 1 for engines that are never empty, even if the learner waits for a last response, and below 1 where the
+steps trained more tokens than were generated meanwhile. `strict_ratio`, with (full), also counts tails that other
+responses could have filled: it is 1 only if the learner never waits, or if the engines always have much to do. Neither
+proves that no schedule of the same devices is faster.
 
-Neither proves that no schedule of the same devices is faster. Engines may be faster still with more groups at once than
-(full) is the mean of. On shared devices each side has all of them in turn, so the larger one is out of reach there.
-
-Steady steps alone count: not the first ones, and not the last S. A run admits no prompt that no step is left for, so
-its engines run dry while its last S steps are trained.
+Steady steps count: not the first ones, nor the last S, in which the engines have no prompt left.
 """
 
 from __future__ import annotations
@@ -65,16 +61,12 @@ class TooShort(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """How long a run is, and how to look at it.
-
-    Example:
-        BenchPlan(work=work, case=case, warmup=4, num_steps=8, peak_tflops=None).total_steps  # 14 with S = 2
-    """
+    """How long a run is, and which of its steps count."""
 
     work: Workload
     case: Case
     warmup: int
-    """Steps at the beginning that do not count."""
+    """First steps, which do not count."""
     num_steps: int
     """Steps that count, if the run gets so far."""
     peak_tflops: float | None
@@ -87,12 +79,10 @@ class BenchPlan:
 
     @property
     def total_steps(self) -> int:
-        """That the run is to make: the last S do not count either."""
         return self.last_counted + self.case.max_staleness
 
     def counts(self, step: int) -> bool:
-        """Whether `step`, from 1, is a steady one. Ignores how far the run got: one that was cut off before its last S
-        steps had prompts left until then."""
+        """Whether `step`, from 1, is steady. A run that was cut off earlier had prompts left until then."""
         return self.warmup < step <= self.last_counted
 
 
@@ -163,18 +153,14 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan
 
 
 def engine_rate(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan) -> dict[str, Any]:
-    """What all engines together did during the steps that count.
+    """What all engines together did during the steps that count, by the trace.
 
-        tokens_per_s         while they were busy, awake: of engines that never are empty, the mean over all the time,
-                             tails included
+        tokens_per_s         while they had a group, tails included
         full_tokens_per_s    while at least half a step's groups were running; None if they never were
         busy_frac, groups_running    means over the time
 
-    From the trace: the tokens of a group are spread evenly over its time with the engines, and an engine is busy while
-    it has a group. On shared devices the learner's turns are cut out.
-
-    A group that never ended leaves no trace, so the last S steps are left out: whatever was running before them has
-    been trained in them. Of a run that made all its steps, these are the S that do not count anyway.
+    A group's tokens are spread evenly over its time with the engines. On shared devices the learner's turns are cut
+    out. A group that never ended leaves no trace, so the last S steps are left out: they train what ran before them.
 
     Raises:
         TooShort: nothing is left.
@@ -243,10 +229,8 @@ def step_flops(work: Workload, *, num_tokens: float, num_loss_tokens: float, att
 def start_up(
     records: Sequence[Record], spans: Sequence[Span], output: Sequence[str], *, started_at: float
 ) -> dict[str, float]:
-    """Seconds from the start of the process to its first training step, and where they went.
-
-    `output` are the lines that the run wrote to the console; the phases have the names that they have there.
-    """
+    """Seconds from the start of the process to its first training step, and where they went; phases as in the console
+    lines `output`."""
     first = min((span.begin_s for span in spans if span.track == "learner" and span.name == "step 0"), default=None)
     generated = min((span.begin_s for span in spans if span.track == "groups"), default=None)
     if first is None or generated is None or not records:
@@ -267,11 +251,8 @@ def start_up(
 
 
 def timeline_of(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan) -> dict[str, Any]:
-    """A steady stretch for a picture: seconds from its beginning.
-
-    `learner` and `paused` are [begin, end] of steps and of pauses of engines, `syncs` of weight syncs; `running` are
-    [time, groups with the engines] at every change.
-    """
+    """A steady stretch for a picture, in seconds from its beginning: [begin, end] of steps, pauses of engines and
+    syncs; [time, groups with the engines] at every change."""
     window = _window(records[: plan.warmup + TIMELINE_STEPS + plan.case.max_staleness], spans, plan)
     if window is None:
         return {}
@@ -298,11 +279,8 @@ def timeline_of(records: Sequence[Record], spans: Sequence[Span], plan: BenchPla
 
 
 def per_step(records: Sequence[Record], plan: BenchPlan) -> list[dict[str, Any]]:
-    """Every step that was recorded, warm-up and the last S included. What a record does not have is None.
-
-    `trained_tokens` count the prompt once per response; `generated_tokens` are those of the groups that came back from
-    the engines since the step before, whichever step trains them.
-    """
+    """Every recorded step; what a record lacks is None. `trained_tokens` count the prompt once per response;
+    `generated_tokens` are of the groups that ended since the step before, whichever step trains them."""
     steps: list[dict[str, Any]] = []
     for record in records:
         rate, step_s = record.get("perf/rollout_tokens_per_s"), record.get("perf/step_s")
@@ -316,7 +294,7 @@ def per_step(records: Sequence[Record], plan: BenchPlan) -> list[dict[str, Any]]
 
 
 def _group_tokens(span: Span, work: Workload) -> int:
-    """Of all responses. Group number n has prompt number n, since prompts are not shuffled."""
+    """Group n has prompt n, since prompts are not shuffled."""
     return sum(work.lengths_of(int(span.name.removeprefix("group ")) % NUM_PROMPTS))
 
 

@@ -1,8 +1,5 @@
-"""Workloads of the benchmark.
-
-Lengths are drawn for every response, from a seed and the prompt's number, and written into the data set, so they cannot
-depend on the mode, the engine or the weights.
-"""
+"""Workloads and cases of the benchmark. Lengths of responses are drawn from a seed and the prompt's number and written
+into the data set, so they cannot depend on the mode, the engine or the weights."""
 
 from __future__ import annotations
 
@@ -34,11 +31,7 @@ TINY_SHAPE = Architecture(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One step's worth of work, and its distribution of lengths: Pareto of shape 1, cut at `max_response_tokens`.
-
-    Example:
-        workload("w1", is_tiny=False).lengths_of(17)
-    """
+    """One step's work. Lengths have a Pareto distribution of shape 1, cut at `max_response_tokens`."""
 
     name: str
     shape: str
@@ -47,15 +40,13 @@ class Workload:
     prompt_tokens: int
     min_response_tokens: int
     max_response_tokens: int
-    """Equal to the minimum: all responses have that length."""
     groups_per_step: int
     group_size: int
     micro_batch_tokens: int
     activation_checkpointing: bool
     seed: int = 1
     lengths_per: str = "response"
-    """Files of figures that lack it were measured with one length for all responses to a prompt, which is easier where
-    generation and learning overlap."""
+    """Figures that lack it were measured with one length for all responses to a prompt, which is easier."""
 
     def lengths_of(self, index: int) -> list[int]:
         """Tokens of each response to prompt number `index`."""
@@ -130,9 +121,9 @@ def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
 
 
 def run_config(work: Workload, model: Path, prompts: Path, *, device: str) -> dict[str, Any]:
-    """A whole configuration for `python -m trainer --config-dir`; a mode adds its devices. No CPU compiles."""
+    """For `python -m trainer --config-dir`; a case adds its devices. No CPU compiles."""
     dtypes = {"rollout_dtype": work.dtype, "compute_dtype": work.dtype}
-    long_s = 3600.0  # what bounds a run here is the deadline of the benchmark
+    long_s = 3600.0  # the benchmark has its own deadline
     return {
         "defaults": [{"device": "auto"}, {"algorithm": "grpo"}, {"correction": "none"}, {"mode": "async"}, "_self_"],
         "name": "bench",
@@ -172,15 +163,14 @@ def run_config(work: Workload, model: Path, prompts: Path, *, device: str) -> di
 
 
 def attention_tokens(work: Workload, num_prompts: int) -> float:
-    """Mean length of the sequence that a token is in: sum of squares over sum, prompts included; of the first
-    `num_prompts`."""
+    """Mean length of a token's sequence, of the first `num_prompts`: sum of squares over sum, prompts included."""
     whole = np.array(work.lengths(num_prompts), np.float64) + work.prompt_tokens
     return float((whole**2).sum() / whole.sum())
 
 
 Mode = Literal["async", "sync", "colocated"]
 STALENESS: dict[Mode, int] = {"async": 1, "sync": 0, "colocated": 0}
-"""`mode.max_staleness` of a mode that says nothing else."""
+"""Default `mode.max_staleness`."""
 STALENESS_KEY, STEPS_KEY, MODEL_KEY = "mode.max_staleness", "trainer.total_steps", "model.path"
 _SET_OTHERWISE = {
     STEPS_KEY: "is --warmup + --steps + S; give --steps N for N steps that count",
@@ -193,53 +183,43 @@ _SET_OTHERWISE = {
 }
 """Key -> why `--set` must not set it."""
 MAX_SEQUENCES = 512
-"""Responses that an engine is set up to run at once at most, unless a case has another limit."""
+"""Limit of concurrent responses of an engine, unless a case has another."""
 _SPEC = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<mode>\w+):(?P<split>.+)")
 
 
 class InvalidCase(ValueError):
-    """A case on the command line makes no sense; the message says what is allowed."""
+    """A case on the command line makes no sense."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run."""
-
     name: str
     mode: Mode
     num_ranks: int
     num_replicas: int
     tensor_parallel_size: int
     overrides: tuple[str, ...] = ()
-    """KEY=VALUE of this case alone; they win over what the benchmark sets."""
+    """KEY=VALUE, which win over what the benchmark sets."""
 
     @property
     def num_devices(self) -> int:
-        """Devices that it occupies: engines and learner share them if it is colocated."""
         engines = self.num_replicas * self.tensor_parallel_size
         return max(self.num_ranks, engines) if self.mode == "colocated" else self.num_ranks + engines
 
     @property
     def max_staleness(self) -> int:
-        """S of the run."""
         given = [text.partition("=")[2] for text in self.overrides if _key(text) == STALENESS_KEY]
         return int(given[-1]) if given else STALENESS[self.mode]
 
     @property
     def has_own_model(self) -> bool:
-        """Whether a setting names the model, so that its weights and its shape are not the workload's."""
+        """Weights and shape are not the workload's."""
         return any(_key(text) == MODEL_KEY for text in self.overrides)
 
 
 def parse_case(text: str, *, tensor_parallel_size: int) -> Case:
-    """`[NAME=]MODE:SPLIT`, where SPLIT is LEARNERS+ENGINES in devices, or for colocated the devices of both.
-
-    Raises:
-        InvalidCase: it cannot be read, or the devices do not divide into engines.
-
-    Example:
-        parse_case("async:2+2", tensor_parallel_size=1).name  # "async 2+2"
-    """
+    """`[NAME=]MODE:SPLIT`, where SPLIT is LEARNERS+ENGINES in devices, or for colocated the devices of both; without
+    NAME it is called "async 2+2". Raises InvalidCase."""
     found = _SPEC.fullmatch(text)
     if found is None or found["mode"] not in STALENESS:
         modes = ", ".join(STALENESS)
@@ -264,11 +244,7 @@ def parse_case(text: str, *, tensor_parallel_size: int) -> Case:
 
 
 def with_overrides(cases: Sequence[Case], settings: Sequence[str]) -> list[Case]:
-    """The cases with what `WHICH:KEY=VALUE` adds to them; WHICH is a mode, the name of a case, or `all`.
-
-    Raises:
-        InvalidCase: a setting cannot be read, reaches no case or is not for it to set, or two cases have one name.
-    """
+    """The cases with their settings `WHICH:KEY=VALUE`; WHICH is a mode, a case, or `all`. Raises InvalidCase."""
     names = [case.name for case in cases]
     if double := {name for name in names if names.count(name) > 1}:
         raise InvalidCase(
@@ -295,10 +271,8 @@ def with_overrides(cases: Sequence[Case], settings: Sequence[str]) -> list[Case]
 def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> list[str]:
     """The command line of a case after `--config-name bench`; `num_steps` are all that the run makes.
 
-    The workload's model has no weights; one that a setting names has its own, unless a setting makes them random.
-
-    Every engine may run all responses in flight at once, not only its share of them: the router balances tokens, so one
-    engine may have more responses than the others, and none is to queue in it, whatever the mode.
+    Every engine may run all responses in flight: the router balances tokens, so one engine may have more responses than
+    the others, and none is to queue in it, whatever the mode.
     """
     responses = (case.max_staleness + 1) * work.groups_per_step * work.group_size
     return [
@@ -316,5 +290,5 @@ def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> 
 
 
 def _key(override: str) -> str:
-    """Of KEY=VALUE, which Hydra takes with signs before it too."""
+    """Of KEY=VALUE, which may have Hydra's + signs before it."""
     return override.partition("=")[0].lstrip("+")

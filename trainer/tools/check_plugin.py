@@ -38,7 +38,7 @@ KEYS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Returns the exit code."""
     line = _parser().parse_args(argv)
     with contextlib.ExitStack() as stack:
         try:
@@ -59,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> list[Check]:
-    """What they need is open as long as `stack`. Raises ConfigurationError or DataError if the function cannot be
-    loaded."""
+    """A process of theirs lives as long as `stack`. Raises ConfigurationError or DataError."""
     if line.kind == "reward":
         return _reward_checks(line, stack)
     numbers = dict(line.numbers)

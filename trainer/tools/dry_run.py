@@ -1,4 +1,4 @@
-"""`--dry-run`: what a run would do and need, without starting it."""
+"""`--dry-run`: what a run would do and need."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 HOST_BYTES_PER_S = 50e9
-"""Assumed of a device's link to the host's page-locked memory: PCIe 5.0 x16 has 63 GB/s each way."""
+"""Assumed between a device and page-locked memory: PCIe 5.0 x16 has 63 GB/s each way."""
 UNDOUBTED_FLOPS = 100e12
-"""Rate of training that a device for such models is trusted to reach: a third of the peak of the slowest in use."""
+"""Every device in use trains as fast: a third of the peak of the slowest."""
 
 
 def format_plan(plan: RunPlan, cfg: RunConfig, *, placement: Sequence[str] = ()) -> str:
-    """What `--dry-run` prints. `placement` are the lines with the actors of each node, where the nodes are known."""
+    """`placement`: the lines with the actors of each node."""
     parts = (
         _placement(plan, cfg, placement),
         _memory(plan, cfg),
@@ -191,12 +191,11 @@ def _balance(plan: RunPlan, cfg: RunConfig) -> list[str]:
 
 
 class PlacementPlan(NamedTuple):
-    """Actors by node in words, or why they do not fit. Empty where the nodes are not known."""
+    """Actors by node, or why they do not fit; empty where the nodes are unknown."""
 
     lines: tuple[str, ...] = ()
-    """What is assumed; then one line per node, if all actors fit."""
+    """Assumptions; then one line per node, if all actors fit."""
     problems: tuple[Problem, ...] = ()
-    """What a start on such a cluster would refuse."""
     node_of: Mapping[str, str] | None = None
     """Name of an actor -> its node; None if not all fit."""
 
@@ -206,8 +205,8 @@ def describe_placement(cfg: RunConfig, counts: Sequence[int], *, backend: str, r
 
     Args:
         counts: devices of every node; the driver is on the first.
-        backend: name of the device layer's backend, for messages.
-        resource: what Ray calls one of its devices.
+        backend: name for messages.
+        resource: Ray's name of a device.
     """
     head = (
         f"  nodes           {len(counts)}, joined with ray.address={cfg.ray.address}; assumed: "
@@ -269,14 +268,13 @@ def dry_run(
 ) -> None:
     """
     Args:
-        device_memory_gib: plan for devices of this size that need not be here, nor need the engine's package; all else
-            is checked. None asks the device layer and, where Ray is started on this host, its memory.
-        response_tokens: mean length of the responses; None if that is not known.
-        nodes: devices of every node of a cluster that need not be here, the driver's node first, for a configuration
-            that joins one; None assigns no nodes.
+        device_memory_gib: plan for devices of this size elsewhere, without the engine's package; all else is checked.
+            None asks the device layer and, where Ray is started on this host, its memory.
+        response_tokens: mean length; None if unknown.
+        nodes: devices of every node of a cluster that is joined, the driver's first; None assigns no nodes.
 
     Raises:
-        ConfigurationError, DataError: the run would be refused, or does not fit; the plan is printed all the same.
+        ConfigurationError, DataError: the run would be refused, or does not fit; then the plan is printed first.
     """
     longest, host_bytes = cfg.rollout.max_response_tokens, None
     if response_tokens is not None and response_tokens > longest:
@@ -320,12 +318,8 @@ def dry_run(
 
 
 def _placement_on(cfg: RunConfig, nodes: Sequence[int], *, is_elsewhere: bool) -> PlacementPlan:
-    """Which node each actor gets. Devices that are elsewhere are of the kind that `device` names; `auto` takes what is
-    here, or, if that is no accelerator, what Ray calls a GPU.
-
-    Raises:
-        ConfigurationError: the devices are not such as nodes are counted by.
-    """
+    """Devices elsewhere are of the kind that `device` names; `auto` takes what is here, or, if that is no accelerator,
+    what Ray calls a GPU. Raises ConfigurationError for devices that Ray does not count."""
     name = cfg.device.name
     backend = get_backend() if name == "auto" else build(name)
     if backend.ray_resource is not None:
@@ -338,7 +332,7 @@ def _placement_on(cfg: RunConfig, nodes: Sequence[int], *, is_elsewhere: bool) -
 
 
 def _here(cfg: RunConfig) -> tuple[Device, DataSets, Mapping[str, ModelInfo]]:
-    """The device that the run would use, after every check that the run would make."""
+    """After every check that the run would make."""
     checked = preflight(cfg)
     backend = checked.backend
     if (reason := backend.why_unavailable()) is not None:  # on a cluster that is joined it may be elsewhere

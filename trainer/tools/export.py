@@ -48,11 +48,11 @@ CONFIG_FILE = "config.yaml"
 
 
 class Refused(Exception):
-    """What was asked for cannot be done; the message says what to do."""
+    """What was asked for cannot be done; the message names what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Returns the exit code."""
     args = _parser().parse_args(argv)
     disable_progress_bar()
     try:
@@ -74,11 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_config(path: Path, given: Path | None) -> RunConfig:
-    """The configuration of the run of the checkpoint `path`, or the file that is `given`.
-
-    Raises:
-        Refused: there is none, or it cannot be read.
-    """
+    """Of the run of the checkpoint `path`, or the file `given`. Raises Refused."""
     # run_dir/checkpoints/step_N, or run_dir/checkpoints/abandoned/step_N
     candidates = [parent / CONFIG_FILE for parent in path.parents[1:3]] if given is None else [given]
     file = next((candidate for candidate in candidates if given or candidate.is_file()), None)
@@ -96,8 +92,8 @@ def read_config(path: Path, given: Path | None) -> RunConfig:
 
 
 def with_origin(cfg: RunConfig, origin: Mapping[str, Any], *, model_path: str | None) -> RunConfig:
-    """The configuration with the model that the run began with: where `model_path` says, else as the checkpoint wrote
-    it down (an absolute path, which the configuration need not have); the tokenizer likewise."""
+    """The configuration with the run's first model, at `model_path` or the absolute path in the checkpoint, and its
+    tokenizer."""
     path = origin.get("model.path", cfg.model.path) if model_path is None else model_path
     tokenizer = origin.get("model.tokenizer_path", cfg.model.tokenizer_path)
     model, seed = replace(cfg.model, path=path, tokenizer_path=tokenizer), origin.get("seed")
@@ -131,20 +127,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
-    """Write to `out`, which is replaced, what `PolicyTrainer.export_hf` would write after `load(checkpoint)`.
-
-    Equal bit for bit, with one exception: LoRA adapters are merged on the CPU, and a learner merges them on its device,
-    whose matrix products may differ in the last bit.
+    """Write to `out`, which is replaced, the bits that `PolicyTrainer.export_hf` would write after `load(checkpoint)`.
+    (LoRA adapters are merged on the CPU, so matrix products may differ in the last bit.)
 
     Peak memory: one copy of the model in `model.rollout_dtype` (with LoRA two: the frozen base in
-    `model.compute_dtype`, and the merged weights), and the largest parameter in float32 twice. Moments are not read.
+    `model.compute_dtype`, and the merged weights), and the largest parameter in float32 twice.
 
     Args:
-        cfg: of the run that made the checkpoint; `model.path` is a directory or a hub name. It is read for the model's
-            config and tokenizer, and for what is not trained: with LoRA the base, and buffers that a model saves.
+        cfg: of the run. `model.path`, a directory or a hub name, has the model's config, its tokenizer, and what is not
+            trained: with LoRA the base, and buffers that a model saves.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete or damaged, or is of another model than `cfg` says.
+        CheckpointError: the checkpoint is incomplete, damaged, or of another model than `cfg` names.
         ModelError: `model.path` cannot be read, with LoRA has no weights, or PEFT is missing.
         OSError: `out` cannot be written.
     """

@@ -23,11 +23,8 @@ _SPLITS = (((0,), (1, 2), (3, 4)), ((4, 2, 0, 3, 1),), ((3,), (0, 4), (2,), (1,)
 
 
 def loss_checks(loss: LossFn, *, selects: bool = False) -> list[Check]:
-    """The contract of a loss; its numbers are bound already, e.g. with `functools.partial`.
-
-    Args:
-        selects: give it tokens that were chosen for their covariance, which only clip_cov and kl_cov get in a run.
-    """
+    """The contract of a loss whose numbers are bound. `selects`: it gets tokens chosen for their covariance, which only
+    clip_cov and kl_cov do in a run."""
     trials = [_trial(seed, selects=selects) for seed in _SEEDS]
     every = [*trials, _per_token(trials[0])]
     return checks_of(loss, {
@@ -78,7 +75,7 @@ def _absurd(selects: bool) -> LossInputs:
 
 
 def _call(loss: LossFn, inputs: LossInputs) -> tuple[Tensor, Tensor, LossStats]:
-    """(loss, gradient of its sum by the log-probs, stats), after the form of the result was checked."""
+    """(loss, gradient of its sum by the log-probs, stats) of the right form."""
     leaf_L = inputs.logprobs_L.detach().clone().requires_grad_()
     given = loss(replace(inputs, logprobs_L=leaf_L))
     is_pair = isinstance(given, tuple) and len(given) == 2
@@ -120,7 +117,7 @@ def _empty(loss: LossFn, trial: LossInputs) -> None:
 
 
 def _gradient_path(loss: LossFn, inputs: LossInputs) -> None:
-    """Walks the graph down to its leaves: nothing would train a parameter of the loss's own."""
+    """Nothing would train a parameter of the loss's own."""
     leaf_L = inputs.logprobs_L.detach().clone().requires_grad_()
     loss_L, _ = loss(replace(inputs, logprobs_L=leaf_L))
     todo, seen, found = [loss_L.grad_fn], set[object](), False
@@ -159,7 +156,7 @@ def _splits(loss: LossFn, inputs: LossInputs) -> None:
 
 
 def _direction(loss: LossFn, inputs: LossInputs) -> None:
-    """Where the policy equals the old one, the gradient is that of a policy gradient: against the advantage."""
+    """At ratio 1 the loss is a policy gradient: its gradient is against the advantage."""
     selected_L = None if inputs.selected_L is None else torch.zeros_like(inputs.selected_L)
     on_policy = replace(inputs, old_logprobs_L=inputs.logprobs_L.detach(), selected_L=selected_L)
     _, grad_L, _ = _call(loss, on_policy)

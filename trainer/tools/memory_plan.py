@@ -31,12 +31,12 @@ MAX_WORKSPACE_BYTES = 2 * GIB
 WORKSPACE_SHARE = 1 / 16
 FEWER_TOKENS, SMALLER_CHUNK = "learner.max_tokens_per_micro_batch: fewer", "learner.logprob_chunk_size: fewer"
 UNCOUNTED = ("quantization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_gb")
-"""Engine arguments that change what weights and cache take in ways that are not modelled here."""
+"""Engine arguments with effects on weights and cache that are not modelled here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A causal language model, as far as memory depends on it. Counts are of parameters; tied ones count once."""
+    """A causal language model. Counts are of parameters; tied ones count once."""
 
     num_params: int
     num_block_params: int
@@ -46,19 +46,19 @@ class ModelShape:
     num_head_params: int
     """Of an output matrix that is not tied to the embedding."""
     num_visited_params: int
-    """In the matrices of all blocks, per token: of a mixture of experts, those of the experts that one token visits."""
+    """In the matrices of all blocks; of a mixture of experts, those of the experts that a token visits."""
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Per token: of a mixture of experts, the experts that one token visits together."""
+    """Of a mixture of experts, of all experts that a token visits."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     latent_size: int = 0
-    """Numbers in the cache per token and block, in the place of keys and values: of multi-head latent attention."""
+    """Of multi-head latent attention: numbers in the cache per token and block, instead of keys and values."""
     num_adapter_params: int = 0
-    """Of LoRA, in addition to `num_params`; 0 if all weights are trained."""
+    """In addition to `num_params`; 0 if all weights are trained."""
 
     @property
     def num_trained_params(self) -> int:
@@ -70,11 +70,11 @@ class ModelShape:
 
     @property
     def num_active_params(self) -> int:
-        """That a token is multiplied with in a forward pass, without adapters. The embedding is looked up."""
+        """That a token is multiplied with in a forward pass, without adapters and embedding."""
         return self.num_visited_params + self.vocab_size * self.hidden_size
 
     def with_value_head(self) -> ModelShape:
-        """As a critic has it: one value in the place of the logits, and all of it trained."""
+        """As a critic: one value instead of the logits, and all of it trained."""
         num_value_params = self.hidden_size + 1
         return replace(
             self,
@@ -86,8 +86,7 @@ class ModelShape:
         )
 
     def kv_bytes_per_token(self, *, tensor_parallel_size: int, dtype_bytes: int) -> int:
-        """Keys and values of one token on one device; at least one head stays whole, and every device has all of a
-        latent."""
+        """On one device; at least one head stays whole, and every device has all of a latent."""
         if self.latent_size:
             return self.num_layers * self.latent_size * dtype_bytes
         heads = max(1, -(-self.num_kv_heads // tensor_parallel_size))
@@ -95,25 +94,21 @@ class ModelShape:
 
 
 class Device(NamedTuple):
-    """What one device offers."""
-
     name: str
     total_bytes: int
     is_shared: bool
-    """All ranks and engines of this host share it: a CPU's main memory."""
+    """By all ranks and engines of the host: a CPU's main memory."""
 
 
 class MemoryItem(NamedTuple):
-    """One thing that takes memory on a device."""
-
     name: str
     nbytes: int
     hint: str
-    """The key that makes it smaller, with what to do."""
+    """The key that makes it smaller, and how."""
     is_exact: bool = True
     """Follows from shapes. An estimate may be off by half."""
     is_state: bool = False
-    """Is there between two steps, too, and moves to the host where devices are shared."""
+    """Exists between steps, too, and moves to the host where devices are shared."""
 
 
 Items = tuple[MemoryItem, ...]
@@ -129,16 +124,11 @@ def min_bytes(items: Items) -> int:
 
 
 def gib(nbytes: int) -> str:
-    """Bytes as a person reads them."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / (1 << 20):.2f} MiB"
 
 
 def model_shape(model: ModelConfig, config: PreTrainedConfig) -> ModelShape:
-    """Of the model of this config, with its adapters.
-
-    Raises:
-        ModelError: it is none that we can train.
-    """
+    """With its adapters. Raises ModelError for a model that we cannot train."""
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=model.trust_remote_code)
     blocks = check_architecture(hf)
@@ -169,7 +159,7 @@ def model_shape(model: ModelConfig, config: PreTrainedConfig) -> ModelShape:
 
 
 def _largest(text: PreTrainedConfig, name: str) -> int | None:
-    """Of all blocks; None if the config has no such attribute."""
+    """Of all blocks; None without such an attribute."""
     try:
         value = getattr(text, name, None)
     except RuntimeError:  # transformers refuses it for a model whose blocks differ in it, such as Gemma 4
@@ -178,14 +168,12 @@ def _largest(text: PreTrainedConfig, name: str) -> int | None:
 
 
 def _latent_size(text: PreTrainedConfig) -> int:
-    """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the compressed keys and values, and
-    the one key that is rotated."""
+    """DeepSeek-V2 (arXiv:2405.04434, section 2.1): the compressed keys and values, and the one rotated key."""
     rank = getattr(text, "kv_lora_rank", None)
     return 0 if rank is None else int(rank) + int(text.qk_rope_head_dim)
 
 
 def _active_intermediate_size(text: PreTrainedConfig) -> int:
-    """Of the experts that one token visits, together; of a dense MLP."""
     expert, visited = getattr(text, "moe_intermediate_size", None), getattr(text, "num_experts_per_tok", None)
     if expert is None or visited is None:
         return int(text.intermediate_size)
@@ -202,12 +190,8 @@ def _count(module: nn.Module) -> int:
 def learner_items(
     cfg: RunConfig, shape: ModelShape, device: Device, *, reference: ModelShape | None, critic: ModelShape | None
 ) -> Items:
-    """Everything on one device of the learner, at the worst moment of a step: its models compute in turn.
-
-    Args:
-        reference: separate weights; None without one, or where it is the policy without its adapters.
-        critic: a separate backbone, with its value head.
-    """
+    """Everything on one device of the learner, at the worst moment of a step: its models compute in turn. `reference`
+    and `critic` (with its value head) are None unless they have separate weights."""
     computing = [_computing(cfg, shape, device)]
     if reference is not None:
         computing.append(_scoring(cfg, reference))
@@ -259,7 +243,7 @@ def host_items(cfg: RunConfig, shape: ModelShape, *, reference: ModelShape | Non
 
 
 def arena_bytes(cfg: RunConfig, shape: ModelShape) -> int:
-    """All slots of one rank."""
+    """Of one rank."""
     published = shape.num_trained_params * DTYPE_BYTES[cfg.model.rollout_dtype]
     return cfg.weight_sync.num_slots * _share(cfg, published)
 
@@ -268,9 +252,9 @@ def activation_bytes_per_block(shape: ModelShape, *, num_tokens: int, compute_by
     """What the backward of one block needs from its forward, without checkpointing and with attention that keeps no
     scores.
 
-    Per token, with b bytes a number: two norms keep their input and its normalised form in float32 and the result in
-    b; two residual sums; queries, keys and values before and after the rotation, and the output of attention; gate, up,
-    activation and product of the MLP.
+    Per token, with b bytes a number: two norms (input and normalised input in float32, result in b); two residual sums;
+    queries, keys and values before and after the rotation; the output of attention; gate, up, activation and product of
+    the MLP.
     """
     b, e = compute_bytes, shape.hidden_size
     norms, residuals = 2 * e * (4 + 4 + 2 * b), 2 * e * b
@@ -280,7 +264,7 @@ def activation_bytes_per_block(shape: ModelShape, *, num_tokens: int, compute_by
 
 
 def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
-    """What is there while this model is trained."""
+    """While this model is trained."""
     b, checkpointing = DTYPE_BYTES[cfg.model.compute_dtype], cfg.learner.activation_checkpointing
     keeps_unsharded = shape.num_params * b <= UNSHARDED_SHARE * device.total_bytes
     unsharded = shape.num_params if keeps_unsharded else _gathered_params(shape)
@@ -301,7 +285,7 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
 
 
 def _scoring(cfg: RunConfig, shape: ModelShape) -> Items:
-    """What is there while the reference computes: no gradient, and the activations of one block at most."""
+    """While the reference computes: no gradient, and the activations of one block at most."""
     b = DTYPE_BYTES[cfg.model.compute_dtype]
     block = activation_bytes_per_block(shape, num_tokens=cfg.learner.max_tokens_per_micro_batch, compute_bytes=b)
     smaller = "algorithm.kl.reference_model: a smaller model"
@@ -330,7 +314,7 @@ def _share(cfg: RunConfig, nbytes: int) -> int:
 
 
 def _compute_share(cfg: RunConfig, num_params: int) -> int:
-    """Bytes of one rank's share of weights that are not trained."""
+    """Of one rank, of weights that are not trained."""
     return _share(cfg, num_params * DTYPE_BYTES[cfg.model.compute_dtype])
 
 
@@ -339,7 +323,7 @@ def _compute_share(cfg: RunConfig, num_params: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """One device of an engine."""
+    """Of one device of an engine."""
 
     items: Items
     is_staged: bool
@@ -352,23 +336,22 @@ class EngineMemory:
     longest_tokens: int
     """Of one sequence, for which there must be room."""
     max_num_seqs: int
-    """Answers that it generates at once at most."""
     uncounted: tuple[str, ...]
-    """Engine arguments that change what is counted here."""
+    """Engine arguments among `UNCOUNTED`."""
 
     @property
     def kv_demand(self) -> int:
-        """Tokens of as many sequences of full length as it generates at once."""
+        """Tokens of as many longest sequences as it generates at once."""
         return self.max_num_seqs * self.longest_tokens
 
     @property
     def may_not_fit(self) -> bool:
-        """Whether there is room for the longest sequence only if the workspace is smaller than assumed."""
+        """The longest sequence fits only if the workspace is smaller than assumed."""
         return self.kv_tokens < self.longest_tokens <= self.max_kv_tokens
 
 
 def workspace_bytes(device: Device) -> int:
-    """Assumed for what an engine measures at its start and keeps free: activations of a prefill and captured graphs."""
+    """Assumed for activations of a prefill and captured graphs, which an engine measures at its start."""
     return min(MAX_WORKSPACE_BYTES, int(WORKSPACE_SHARE * device.total_bytes))
 
 

@@ -31,16 +31,10 @@ _NUM_FRAMES = 2
 
 
 class ContractError(Exception):
-    """A check found that the function breaks a rule of its contract; the message says how."""
+    """The function breaks a rule of its contract; the message describes how."""
 
 
 class Check(NamedTuple):
-    """One rule of a contract.
-
-    Example:
-        Check("two calls give the same bits", run=lambda: compare(f(x), f(x)))
-    """
-
     rule: str
     run: Callable[[], object]
     """Raises ContractError, or whatever the function raises."""
@@ -63,8 +57,7 @@ def checks_of(function: object, rules: Mapping[str, tuple[Callable[..., object],
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
-    """(rule, why it is broken; empty if it is kept) of every check, each run when its turn comes, also after one has
-    failed."""
+    """(rule, why it is broken; empty if it is kept) of every check, each run when its turn comes."""
     for check in checks:
         yield check.rule, _reason(check)
 
@@ -74,10 +67,7 @@ def format_outcome(rule: str, reason: str) -> str:
 
 
 def assert_contract(checks: Sequence[Check]) -> None:
-    """For a test: run every check.
-
-    Raises:
-        ContractError: with every failure.
+    """For a test. Raises ContractError with every failure.
 
     Example:
         def test_my_loss_keeps_the_contract() -> None:
@@ -107,7 +97,7 @@ _PROMPT_ID = "trial"
 
 
 class RewardRunner:
-    """One reward process, for code outside of any event loop; a context manager that leaves nothing behind.
+    """One reward process, for code outside of any event loop; a context manager.
 
     Example:
         with RewardRunner("my_package.rewards.reward", timeout_s=10.0) as runner:
@@ -115,15 +105,7 @@ class RewardRunner:
     """
 
     def __init__(self, name: str, *, timeout_s: float) -> None:
-        """Starts nothing yet.
-
-        Args:
-            name: as in `task.reward.name`.
-            timeout_s: of one call.
-
-        Raises:
-            DataError: there is no such reward.
-        """
+        """Starts nothing yet; `timeout_s` is of one call. Raises DataError if there is no such `task.reward.name`."""
         self.timeout_s = timeout_s
         self._name, self._target = name, lookup(name).target
         self._pipeline = RewardPool(name, timeout_s=timeout_s, num_processes=1)
@@ -145,12 +127,11 @@ class RewardRunner:
             self._runner.close()
 
     def check_metadata(self, item: RewardRequest) -> None:
-        """Raises ContractError if a call changes the metadata of its item, or fails."""
+        """Raises ContractError if a call changes the metadata of its item."""
         self.score(replace(item, metadata={"target": self._target, "metadata": dict(item.metadata)}), name=_WATCH)
 
     def score(self, item: RewardRequest, *, name: str | None = None) -> RewardResult:
-        """The reward of one response. Raises ContractError if there is none: the function raised, hung, ended its
-        process or returned something else."""
+        """Raises ContractError if the function raised, hung, ended its process or returned no reward."""
         name = self._name if name is None else name
         prompt = Prompt(
             prompt_id=_PROMPT_ID, token_ids=np.empty(0, np.int32), text=item.prompt, answer=item.answer, reward=name,
@@ -164,14 +145,8 @@ class RewardRunner:
 
 
 def call_watched(*, prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
-    """A reward that calls another one; 0.0.
-
-    Args:
-        metadata: "target" of the other one, and the "metadata" that it gets.
-
-    Raises:
-        RewardError: that changed it.
-    """
+    """A reward that calls another one, `metadata["target"]`, with `metadata["metadata"]`. Raises RewardError if that
+    changed it."""
     passed = metadata["metadata"]
     before = repr(passed)
     outcome = load(metadata["target"])(prompt=prompt, response=response, answer=answer, metadata=passed)
@@ -183,11 +158,8 @@ def call_watched(*, prompt: str, response: str, answer: str, metadata: dict[str,
 
 
 def reward_checks(runner: RewardRunner, *, item: RewardRequest) -> list[Check]:
-    """The contract of the runner's reward, tried on a right response and on empty, broken, long and foreign ones.
-
-    Args:
-        item: a prompt with its answer; its response is taken for a right one.
-    """
+    """The contract of the runner's reward, tried on the response of `item`, which is taken for a right one, and on
+    empty, broken, long and foreign ones."""
     items = _items(item)
     return checks_of(runner, {
         f"gives a finite number, or a dict of them with the key reward, within {runner.timeout_s:g} s":
@@ -233,14 +205,9 @@ _NUM_TIMED = 3
 
 
 def group_filter_checks(function: GroupFilterFn, *, metadata: Mapping[str, object] | None = None) -> list[Check]:
-    """The contract of a filter; its numbers are bound already, e.g. with `functools.partial`.
+    """The contract of a filter whose numbers are bound. `metadata`: further columns of the data set that it reads."""
 
-    Args:
-        metadata: further columns of the data set, if the filter reads any.
-    """
-
-    def fresh() -> list[FinishedGroup]:
-        """An earlier check may have let the others be changed."""
+    def fresh() -> list[FinishedGroup]:  # the function may change those of an earlier check
         return _groups({} if metadata is None else metadata)
 
     return checks_of(function, {
@@ -314,7 +281,7 @@ def _time(function: GroupFilterFn, group: FinishedGroup) -> None:
         return time.perf_counter() - started
 
     took_s = min(seconds() for _ in range(_NUM_TIMED))
-    message = f"rewards {group.rewards_G.tolist()} took {took_s:.3f} s, during which the run would stand still"
+    message = f"rewards {group.rewards_G.tolist()} took {took_s:.3f} s, during which the run would stall"
     expect(took_s <= MAX_CALL_S, message)
 
 
@@ -325,11 +292,7 @@ _SIZES = (4, 2, 7, 3)
 
 
 def advantage_checks(estimator: EstimatorFn, *, traits: EstimatorTraits) -> list[Check]:
-    """The contract of an estimator; its numbers are bound already, e.g. with `functools.partial`.
-
-    Args:
-        traits: what it declares, see `trainer.config.algorithm`; `OWN_TRAITS` if it declares nothing.
-    """
+    """The contract of an estimator whose numbers are bound. `traits`: what it declares, `OWN_TRAITS` if nothing."""
     trial = _EstimatorTrial(estimator=estimator, traits=traits)
     return [
         Check("gives one float per response, in a list of one array per group", trial.form),
@@ -404,7 +367,7 @@ class _EstimatorTrial:
         return [rng.normal(size=n) if i % 2 else rng.integers(0, 2, n).astype(np.float64) for i, n in enumerate(sizes)]
 
     def _of(self, rewards: Sequence[FloatArray]) -> list[GroupRewards]:
-        """Groups with these rewards: equal lengths, and parts that rank the responses as their total does."""
+        """Of equal lengths, with parts that rank the responses as their total does."""
         return [
             GroupRewards(
                 rewards_G=rewards_G.copy(),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 LINK_BYTES_PER_S = (25e9, 200e9)
-"""Two links that a pull may go over: a 200 Gbit/s network card per device, and a link between devices of one host."""
+"""A 200 Gbit/s network card per device, and a link between devices of one host."""
 TAIL_EFFICIENCY, FULL_EFFICIENCY = 0.2, 0.45
 """Arithmetic efficiency of decoding over that of training, with few responses in each engine, as in a long tail, and
 with full engines. Asynchronous runs on H200s (docs/benchmarks.md) had 0.20 to 0.26 by the measured generation-bound
@@ -43,16 +43,16 @@ time, and 0.27 to 0.55 by that at the full rate: tests/unit/trainer/tools/test_r
 FORWARD = 2
 """Operations per weight and token of a forward pass (Kaplan et al. 2020, section 2.1), attention left out."""
 TRAJECTORY_BYTES = 4 + 1 + 4 + 4
-"""Per token of prompt and response in `rollout.types.Trajectory`: token_ids, loss_mask, logprobs, versions."""
+"""Per token of `rollout.types.Trajectory`: token_ids, loss_mask, logprobs, versions."""
 TEXT_BYTES = 4
-"""Per token of the response in `Trajectory.text`; assumed, as for English."""
+"""Per token of the response, as in English."""
 MICRO_BATCH_BYTES = 4 + 1 + 4 + 4 + 4 + 4
-"""Per token in `trainer.data.batch.MicroBatch`: token_ids, loss_mask, behavior_logprobs, versions, advantages,
+"""Per token of `trainer.data.batch.MicroBatch`: token_ids, loss_mask, behavior_logprobs, versions, advantages,
 loss_weights."""
 SELECTED_BYTES, REWARDS_BYTES = 1, 4
-"""Further ones there, where a loss selects tokens, and where the learner finishes advantages."""
+"""More, where a loss selects tokens, and where the learner finishes advantages."""
 SPILL_SHARE = 0.8
-"""From this share of the store on, Ray writes objects to disk (its object_spilling_threshold)."""
+"""Where Ray begins to spill to disk (its object_spilling_threshold)."""
 
 
 class SyncTraffic(NamedTuple):
@@ -63,12 +63,11 @@ class SyncTraffic(NamedTuple):
     device_bytes: int
     """That one engine device reads."""
     rank_bytes: int
-    """That the busiest learner rank serves, on all nodes."""
+    """That the busiest learner rank serves."""
     relays: bool
-    """Whether engines relay versions to each other."""
 
     def floor_s(self, link_bytes_per_s: float) -> float:
-        """No pull is faster than the busier of the two ends of its link."""
+        """No pull is faster than the busier end of its link."""
         return max(self.device_bytes, self.rank_bytes) / link_bytes_per_s
 
 
@@ -80,13 +79,13 @@ class StepWork(NamedTuple):
 
     @property
     def generation_over_learning(self) -> tuple[float, float]:
-        """Time of generation over that of learning: with engines that are kept full, and with few responses in them."""
+        """Of their times: with full engines, and with few responses in them."""
         ratio = self.engine_flops / self.learner_flops
         return ratio / FULL_EFFICIENCY, ratio / TAIL_EFFICIENCY
 
     @property
     def bottleneck(self) -> Literal["learning", "generation", "either"]:
-        """The side that takes longer wherever between the two efficiencies decoding is."""
+        """The side that takes longer at both efficiencies of decoding."""
         full, tail = self.generation_over_learning
         if tail < 1:
             return "learning"
@@ -94,17 +93,16 @@ class StepWork(NamedTuple):
 
 
 class ObjectStore(NamedTuple):
-    """With every response at its longest, so a run has less there."""
+    """With every response at its longest."""
 
     items: Items
     group_bytes: int
-    """Of one group."""
     total_bytes: int | None
-    """Its size; None if the cluster is not ours."""
+    """None if the cluster is not ours."""
 
     @property
     def carries_groups(self) -> bool:
-        """Whether a group goes through the store, and not to the driver itself."""
+        """Small groups go to the driver itself."""
         return self.group_bytes > MAX_BYTES
 
     @property
@@ -114,32 +112,29 @@ class ObjectStore(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """All of it."""
-
     shape: ModelShape
     device: Device
     learner: Items
     host: Items
-    """What one learner rank keeps in host memory; on a CPU that is the device."""
+    """Of one learner rank, in host memory; on a CPU that is the device."""
     host_bytes: int | None
-    """Of the host that has all ranks; None if they may be on several, or elsewhere."""
+    """Of the host with all ranks; None if unknown."""
     engine: EngineMemory
     sync: SyncTraffic
     work: Mapping[float, StepWork]
-    """By the mean length of a response: the one that was given, or the longest, and a quarter of it."""
+    """By the mean length of a response: the given one, or the longest and a quarter of it."""
     store: ObjectStore
     num_slots: int
-    """Groups between admission and live weights, at most."""
+    """Groups in flight, at most."""
     num_responses: int
-    """In flight at most."""
     arena_bytes: int
-    """Of one rank: stays on a shared device in the engine's turn."""
+    """Of one rank, which stays on a shared device in the engine's turn."""
     is_paired: bool
     """Learner and engine alternate on every device."""
 
     @property
     def moved_bytes(self) -> int:
-        """What one rank moves to the host, and back, at every step on a shared device."""
+        """What one rank moves to the host and back at every step on a shared device."""
         return sum(item.nbytes for item in self.learner if item.is_state)
 
 
@@ -158,13 +153,12 @@ def plan_run(
 ) -> RunPlan:
     """
     Args:
-        prompt_tokens: mean of the training prompts.
-        response_tokens: mean of the responses; None if unknown.
+        prompt_tokens, response_tokens: means; None if unknown.
         num_evaluated: responses of an evaluation.
-        critic: of a critic with a separate backbone.
-        teacher: of the model that `algorithm.kl.reference_model` names.
-        host_bytes: memory of the host that has all ranks; None if that is not known.
-        node_of: name of a learner or an engine -> its node; None takes all to be on one.
+        critic: with a separate backbone.
+        teacher: `algorithm.kl.reference_model`.
+        host_bytes: memory of the host with all ranks; None if unknown.
+        node_of: name of a learner or an engine -> its node; None: all are on one.
     """
     group_size = cfg.rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
     num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
@@ -204,8 +198,7 @@ def plan_run(
 def sync_traffic(
     cfg: RunConfig, shape: ModelShape, node_of: Mapping[str, str] | None, *, is_staged: bool
 ) -> SyncTraffic:
-    """Every replica needs every published byte once, spread over its devices, by the routes of weight sync. An engine
-    is on one node, with all its devices."""
+    """Every replica needs every published byte once, spread over its devices, by the routes of weight sync."""
     num_ranks, tp = cfg.learner.num_ranks, cfg.rollout.tensor_parallel_size
     version_bytes = shape.num_trained_params * DTYPE_BYTES[cfg.model.rollout_dtype]
 
@@ -233,11 +226,7 @@ def sync_traffic(
 
 
 def training_flops(shape: ModelShape, *, recomputes: bool) -> float:
-    """Operations per token of forward and backward.
-
-    Args:
-        recomputes: the backward repeats the forward (activation checkpointing).
-    """
+    """Operations per token of forward and backward, which `recomputes` with activation checkpointing."""
     again = FORWARD * recomputes
     if shape.num_adapter_params:
         return (FROZEN + again) * shape.num_active_params + (TRAINED + again) * shape.num_adapter_params
@@ -247,7 +236,7 @@ def training_flops(shape: ModelShape, *, recomputes: bool) -> float:
 def _learner_flops(
     cfg: RunConfig, shape: ModelShape, *, critic: ModelShape | None, teacher: ModelShape | None
 ) -> float:
-    """Operations per token in all passes of a step: of the policy, the reference and the critic."""
+    """Operations per token in all passes of policy, reference and critic."""
     recomputes = cfg.learner.activation_checkpointing
     flops = training_flops(shape, recomputes=recomputes)
     if cfg.algorithm.kl.coef > 0:
@@ -262,7 +251,7 @@ def _learner_flops(
 def _work(
     cfg: RunConfig, shape: ModelShape, prompt_tokens: float, mean: float, group_size: int, per_token: float
 ) -> StepWork:
-    """With responses of so many tokens; `group_size` counts a greedy baseline, which is not trained; `per_token`:
+    """With responses of `mean` tokens. `group_size` includes a greedy baseline, which is not trained; `per_token` are
     operations of the learner."""
     trained = cfg.trainer.groups_per_step * cfg.rollout.group_size
     generated = cfg.trainer.groups_per_step * group_size
@@ -277,13 +266,8 @@ def _work(
 def object_store(
     cfg: RunConfig, *, prompt_tokens: float, num_evaluated: int, num_slots: int, group_size: int
 ) -> ObjectStore:
-    """
-    Args:
-        num_slots: groups in flight.
-        group_size: responses that are generated for a prompt, a greedy baseline included.
-    """
+    """`num_slots` groups are in flight; `group_size` includes a greedy baseline."""
     longest = cfg.rollout.max_response_tokens
-    # Of one trajectory, without what does not grow with its length.
     response = int(TRAJECTORY_BYTES * prompt_tokens) + (TRAJECTORY_BYTES + TEXT_BYTES) * longest
     response *= cfg.task.agent_max_sequences
     # Of all samples of a step; a greedy baseline is not trained.
@@ -303,8 +287,7 @@ def object_store(
 
 
 def problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
-    """What cannot fit, even if every estimate is twice too large. Of an engine with arguments that are not counted,
-    nothing is sure."""
+    """What cannot fit, even if every estimate is twice too large; nothing of an engine with uncounted arguments."""
     found: list[Problem] = []
     if plan.device.is_shared:
         num_engines = cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 END_S = 60.0
-"""A run that is asked to stop at once may take so long to stop its actors; then it is killed."""
+"""Time to stop the actors of a run that was asked to stop now, before it is killed."""
 TWO_SIGNALS_S = 1.5
-"""A run treats signals that come closer together as one."""
+"""A run treats signals that are closer together as one."""
 
 
 class RunOutcome(NamedTuple):
-    """How a run ended."""
-
     command: tuple[str, ...]
     started_at: float
     """Unix time."""
@@ -32,11 +30,11 @@ class RunOutcome(NamedTuple):
     exit_code: int
     timed_out: bool
     output: tuple[str, ...]
-    """The lines that it wrote to the console."""
+    """Lines of the console."""
 
     @property
     def problem(self) -> str:
-        """Why it may not have done all its steps; empty if it has."""
+        """Why it may lack steps; empty if it ended well."""
         if self.timed_out:
             return f"did not end within {self.timeout_s:g} s"
         last_lines = [line.strip() for line in self.output if line.strip()][-3:]
@@ -44,7 +42,7 @@ class RunOutcome(NamedTuple):
 
 
 def run_trainer(arguments: Sequence[str], *, output: Path, timeout_s: float) -> RunOutcome:
-    """One `python -m trainer`, from beginning to end. What it writes to the console goes to the file `output`."""
+    """One `python -m trainer`, from beginning to end. Its console output goes to the file `output`."""
     command = subprograms.command("trainer", *arguments)
     started_at = time.time()
     with output.open("w", encoding="utf-8") as file:
@@ -63,7 +61,7 @@ def run_trainer(arguments: Sequence[str], *, output: Path, timeout_s: float) -> 
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Ask the run to end, then kill its whole process group. Returns the exit code."""
+    """Ask the run to end, then kill its process group, which may outlive the driver. Returns the exit code."""
     for _ in range(2):  # the first signal asks for the end after this step, the second for the end now
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -71,7 +69,6 @@ def _end(process: subprocess.Popen[bytes]) -> int:
                 process.wait(TWO_SIGNALS_S)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_S)
-    # Also when the driver has ended: its group may have outlived it.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()

@@ -1,4 +1,4 @@
-"""Reads run directories: configuration, metrics, trace, starts, evaluations and samples. The only reader of them."""
+"""Reads run directories: configuration, metrics, trace, starts, evaluations and samples."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _GIVE = "give the run directory that the run printed at its start"
 Record = dict[str, Any]
-"""A line of metrics.jsonl, evaluations.jsonl or environment.jsonl."""
+"""Of metrics.jsonl, evaluations.jsonl or environment.jsonl."""
 MIN_STEPS = 3
 """Fewer steady steps show nothing."""
 CLOCKS_AGREE_S = 0.1
-"""The time of a process and that between two of its steps are taken this close to each other. Two processes that need
-about as long to start may be a second apart."""
+"""Between the time of a process and that of its steps. Two processes that start equally fast may be a second apart."""
 
 
 class InvalidRunDir(Exception):
-    """The directory holds no run that can be read; the message says what is missing."""
+    """The directory holds no run that can be read; the message names what is missing."""
 
 
 class TooFewSteps(Exception):
@@ -48,7 +47,7 @@ class TooFewSteps(Exception):
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step, with the metrics that decide who waits for whom. None: this run did not record it."""
+    """The metrics of a step that decide who waits for whom. None: this run did not record it."""
 
     step: int
     step_s: float = msgspec.field(name="perf/step_s")
@@ -56,10 +55,9 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     data_wait_s: float = msgspec.field(name="time/wait_for_batch_s")
     """Without `evaluation_wait_s`."""
     evaluation_wait_s: float = msgspec.field(name="time/wait_for_eval_s", default=0.0)
-    """The part of the wait for groups that an evaluation causes, which has one of the engines."""
+    """The part of the wait for groups caused by an evaluation, which has one of the engines."""
     sync_wait_s: float = msgspec.field(name="time/wait_for_sync_s")
     pack_s: float = msgspec.field(name="sync/pack_s", default=0.0)
-    """Absent where a step left the policy unchanged."""
     engines_idle_s: float | None = msgspec.field(name="time/engines_idle_s", default=None)
     slot_wait_s: float | None = msgspec.field(name="time/backpressure_s", default=None)
     oldest_wait_s: float = msgspec.field(name="buffer/oldest_wait_s", default=0.0)
@@ -70,7 +68,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     num_skipped: float = msgspec.field(name="sync/replicas_skipped", default=0)
     """Engines that the last sync left out: lost, or with an evaluation."""
     num_rescued: float | None = msgspec.field(name="engine/migrated_requests", default=None)
-    """Like `attempt_tokens` a total so far: None if no worker reported, and less than before if one of them did not."""
+    """Like `attempt_tokens` a total so far; None if no worker reported, too small if one did not."""
     attempt_tokens: float | None = msgspec.field(name="discarded/failed_attempt_tokens", default=None)
     num_failed: float = msgspec.field(name="buffer/failed", default=0)
     failed_frac: float = msgspec.field(name="response/failed_frac", default=0.0)
@@ -91,15 +89,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFacts:
-    """What the trace shows of the steps that count."""
+    """Of the steady steps."""
 
     engines_idle_s: float
     """Time that an engine had no group, mean over all engines."""
     evaluation_s: float
     """Time during which an evaluation ran concurrently."""
     generation_full_s: float | None = None
-    """Of a step, if the engines were always as fast as while they have at least half its groups; None if they never
-    have."""
+    """Per step, at the rate that engines have with at least half its groups; None if they never had so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +106,17 @@ class RunFacts:
     cfg: RunConfig
     lines: Sequence[StepLine]
     device_name: str
-    """What it ran on; "auto" where no file says so, which is taken for an accelerator."""
+    """"auto" where no file names it."""
     has_ended: bool = False
-    """It trained all its steps, so its last ones while engines ran out of prompts."""
+    """It trained all its steps: engines ran out of prompts during the last ones."""
     num_lost_steps: int = 0
     """Left out only because an engine was lost."""
     trace: TraceFacts | None = None
-    """None without a trace that shows these steps."""
+    """None without a trace of these steps."""
 
     @property
     def shares_cores(self) -> bool:
-        """Learner and engines compute on the same cores: neither has devices to give away."""
+        """Neither learner nor engines have devices to give away."""
         return self.device_name == "cpu"
 
     @property
@@ -135,7 +132,6 @@ class RunFacts:
 
     @property
     def has_closed_slots(self) -> bool:
-        """Whether the run has not yet opened all slots that S allows."""
         num_slots = self.lines[-1].num_slots
         return num_slots is not None and num_slots < self.max_groups
 
@@ -165,18 +161,17 @@ def read_run(run_dir: Path) -> RunFacts:
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """Raises InvalidRunDir if there is no configuration, or none that can be read."""
+    """Ignores keys that this version does not know: the run was allowed to have them. Raises InvalidRunDir."""
     if not run_dir.is_dir():
         raise InvalidRunDir(f"{run_dir} is not a directory; {_GIVE}")
     try:
-        # Keys that this version does not know are ignored: the run was allowed to have them.
         return read_config_file(run_dir / "config.yaml")[0]
     except InvalidRunDir as error:
         raise InvalidRunDir(f"{error}; is {run_dir} a run directory?") from error
 
 
 def read_config_file(path: Path) -> tuple[RunConfig, list[Problem]]:
-    """The configuration of a run, perhaps of an earlier version, with what is wrong in it. Raises InvalidRunDir."""
+    """The configuration of a run, perhaps of an earlier version, and its problems. Raises InvalidRunDir."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -189,8 +184,8 @@ def read_config_file(path: Path) -> tuple[RunConfig, list[Problem]]:
 def read_lines(
     path: Path, decode: Callable[[bytes], _T], *, damaged: Callable[[int, Exception], object]
 ) -> Iterator[_T]:
-    """Every whole line, decoded. A last line without an end is being written, or was torn by a crash. Of any other that
-    cannot be decoded, `damaged` gets the number and the error. Raises OSError if there is no file."""
+    """Every line, decoded, but a last one without an end, which is being written or was torn by a crash. `damaged` gets
+    the number and the error of any other that cannot be decoded. Raises OSError if there is no file."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
@@ -209,11 +204,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_steps(run_dir: Path, *, num_replicas: int) -> list[StepLine]:
-    """One entry per step, in order.
-
-    Raises:
-        InvalidRunDir: there are no metrics, or a line is damaged.
-    """
+    """In order. Raises InvalidRunDir if there are no metrics, or a line is damaged."""
     path = run_dir / "metrics.jsonl"
 
     def damaged(number: int, error: Exception) -> None:
@@ -253,10 +244,8 @@ def _record(line: bytes) -> Record:
 
 
 def _has_ended(run_dir: Path, lines: Sequence[StepLine]) -> bool:
-    """Whether `lines` end with the last step that the run was to make, before which its engines ran out of prompts.
-
-    Without a readable summary the run counts as running; so it does with that of a process before a resume.
-    """
+    """Whether `lines` end with the last step of the run. Without a readable summary, or with that of a process before a
+    resume, the run counts as running."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
         return summary["exit_reason"] == "completed" and summary["steps"] == max(line.step for line in lines)
@@ -270,8 +259,8 @@ def _has_ended(run_dir: Path, lines: Sequence[StepLine]) -> bool:
 def _latest_start(starts: Sequence[Record], lines: Sequence[StepLine]) -> Record:
     """The newest start that made a step and that the steps after its checkpoint do not refute; empty without any.
 
-    A process cuts the steps after its checkpoint once nothing can refuse it any more. If they are there although they
-    continue the line before, by the clock of its process, an earlier process made them.
+    A process cuts the steps after its checkpoint once nothing can refuse it any more. Steps that continue the line
+    before, by the clock of its process, are of an earlier process.
     """
     by_step = {line.step: line for line in lines}
 
@@ -294,9 +283,9 @@ def steady(
 ) -> tuple[list[StepLine], int]:
     """(steady steps, how many more there would be if no engine had been lost).
 
-    Without the first S + 2 steps: until then slots fill up for the first time, kernels compile and caches warm up.
-    Without the last S of a run that `has_ended`: no prompt is left for its engines. Without the steps `lost`, in which
-    an engine was away. Without those until the last time that slots were opened, if enough steps have come after it.
+    Left out are the first S + 2 steps, in which slots fill up, kernels compile and caches warm up; the last S of a run
+    that `has_ended`, whose engines have no prompt left; steps `lost`, in which an engine was away; and those until the
+    last time that slots were opened, if enough steps came after it.
     """
     inner = lines[max_staleness + 2 : len(lines) - (max_staleness if has_ended else 0)]
     opened = next((i for i in range(len(inner) - 1, 0, -1) if inner[i].num_slots != inner[i - 1].num_slots), 0)
@@ -326,16 +315,13 @@ def _too_few(facts: RunFacts, *, num_kept: int, num_lost: int, resumed_from_step
 def _steps_with_lost_engine(
     lines: Sequence[StepLine], evaluations: Sequence[tuple[int, int | None]], *, max_staleness: int
 ) -> set[int]:
-    """Steps in which an engine was away. An engine that an evaluation had is not lost.
+    """Steps in which an engine was away that no evaluation (see `_evaluations`) had. It shows in one of three ways:
 
-    - A line reports the sync before it, so an engine that this left out may have been lost in the step before, too.
-    - One whose requests moved to another engine, even if it was back before the next sync.
-    - The only one: its groups start again, so tokens are lost although no group failed. (Workers report what they lost
-      a moment after a failure, hence the lines around it.) At most S steps have their groups then; the next one waits
-      until the engine is back.
-
-    Args:
-        evaluations: see `_evaluations`.
+    - A sync left it out. A line reports the sync before it, so the engine may have been lost in the step before, too.
+    - Its requests moved to another engine, even if it was back before the next sync.
+    - The only engine: its groups start again, so tokens are lost although no group failed. (Workers report what they
+      lost a moment after a failure, hence the lines around it.) At most S steps have their groups then; the next one
+      waits until the engine is back.
     """
     found: set[int] = set()
     for line in lines:
@@ -355,7 +341,7 @@ def _steps_with_lost_engine(
 
 
 def _rises(totals: Iterable[float | None]) -> list[int]:
-    """Where a total is above all before it. One below them only lacks what some worker did not report this time."""
+    """Where a total exceeds all before it. A lower one lacks what some worker did not report this time."""
     found, highest = list[int](), 0.0
     for i, total in enumerate(totals):
         if total is not None and total > highest:
@@ -365,14 +351,14 @@ def _rises(totals: Iterable[float | None]) -> list[int]:
 
 
 def _evaluations(run_dir: Path, cfg: RunConfig, *, first: int) -> list[tuple[int, int | None]]:
-    """(version, steps made when it ended) of concurrent evaluations of the process that began after step `first`; the
-    steps are None of one that may still run."""
+    """(version, steps made when it ended, None if it may still run) of concurrent evaluations of the process that began
+    after step `first`."""
     is_concurrent = bool(cfg.task.eval_path) and not cfg.trainer.eval_blocking
     every, at_start = (cfg.trainer.eval_every, cfg.trainer.eval_at_start) if is_concurrent else (0, False)
     if not (every or at_start):
         return []
-    # A resume cuts off later versions than its own, so earlier ones are of processes before it. One of its own version
-    # may be of either, and is taken for its own.
+    # A resume cuts off versions after its own, and those before are of earlier processes. One of its own version may be
+    # of either, and is taken for its own.
     ended = list[tuple[int, int | None]]()
     for record in read_records(run_dir / "evaluations.jsonl"):
         version, step = record.get("version"), record.get("step")
@@ -390,7 +376,7 @@ def _evaluations(run_dir: Path, cfg: RunConfig, *, first: int) -> list[tuple[int
 
 
 def read_spans(path: Path) -> list[Span]:
-    """All spans of a trace file, of every process of the run; none without a file."""
+    """Of every process of the run; none without a file."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -398,7 +384,7 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def spans_of(lines: Iterable[bytes]) -> Iterator[Span]:
-    """The spans of a trace file, which has one event per line. Lines that a crash has torn are skipped."""
+    """The spans of events, one per line. Lines that a crash has torn are skipped."""
     tracks: dict[tuple[int, int], str] = {}
     begun: dict[tuple[int, int, int], tuple[str, float, int | None]] = {}
     for line in lines:
@@ -423,7 +409,7 @@ def spans_of(lines: Iterable[bytes]) -> Iterator[Span]:
 
 
 def read_trace(run_dir: Path, facts: RunFacts) -> TraceFacts | None:
-    """What the trace shows of the steps; None if there is none, or it does not show them."""
+    """None without a trace that shows the steps."""
     spans = read_spans(run_dir / "trace.json")
     ends_s = {span.name: span.end_s for span in spans if span.track == "learner"}
     names = [f"step {line.step - 1}" for line in facts.lines]  # metrics count steps that are done, the trace from 0
@@ -460,10 +446,8 @@ def _generation_full_s(
     groups: Sequence[Span], facts: RunFacts, steps: Sequence[tuple[int, float, float]]
 ) -> float | None:
     """Time of the engines for what they generated per step, filtered groups included, at their full rate. None if they
-    never show it, or tokens were not counted.
-
-    A group that has not ended leaves no trace. What runs while a step ends is trained at most S + 1 steps later.
-    """
+    never reached it, or tokens were not counted. A group that has not ended leaves no trace; it is trained at most
+    S + 1 steps later."""
     cfg = facts.cfg
     sure = steps if facts.has_ended else steps[: max(0, len(steps) - cfg.mode.max_staleness - 1)]
     within = [(span, part) for span in groups for window in _windows(sure) for part in _within(window, [span])]
@@ -487,7 +471,7 @@ def _stretches(spans: Sequence[tuple[float, float]], rates: Sequence[float]) -> 
 
 
 def idle_seconds(spans: Sequence[tuple[float, float]], window: tuple[float, float], *, num_replicas: int) -> float:
-    """Seconds of `window` in which a replica had none of the `spans` inside it, mean over replicas; each span keeps one
+    """Seconds of `window` in which a replica had none of the `spans` inside it, mean over replicas. A span keeps one
     replica busy."""
     busy_s = sum(seconds * min(running, num_replicas) for seconds, running, _ in _stretches(spans, [0.0] * len(spans)))
     return window[1] - window[0] - busy_s / num_replicas

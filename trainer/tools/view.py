@@ -64,7 +64,7 @@ class _Response(msgspec.Struct, kw_only=True):
 
 
 class _Record(msgspec.Struct, kw_only=True):
-    """What is shown of a line. Tokens and log-probs, which are most of it, are skipped."""
+    """Without tokens and log-probs, which are most of a line."""
 
     group_id: int | UnsetType = UNSET
     start_version: int | UnsetType = UNSET
@@ -85,7 +85,7 @@ class _Record(msgspec.Struct, kw_only=True):
 
     @property
     def step(self) -> int | UnsetType:
-        """What `--step` asks for."""
+        """As `--step` counts."""
         return self.version if self.start_version is UNSET else self.start_version + 1
 
     @property
@@ -160,7 +160,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def chosen(args: argparse.Namespace, files: Sequence[Path]) -> Iterator[_Record]:
-    """What to show, with only the responses to show; oldest first, or in the order of rewards."""
+    """With only the responses to show; oldest first, or in the order of rewards."""
     found = (record for path in files for record in _matching(path, args))
     if pick := heapq.nlargest if args.best else heapq.nsmallest if args.worst else None:
         rated = ((pair[0], pair, record) for record in found for pair in record.pairs if pair[0] is not None)
@@ -173,7 +173,7 @@ def chosen(args: argparse.Namespace, files: Sequence[Path]) -> Iterator[_Record]
 
 
 def _newest(args: argparse.Namespace, files: Sequence[Path], number: int) -> list[_Record]:
-    """Looks into no more files than it must."""
+    """Reads no more files than it must."""
     found: list[_Record] = []
     for path in reversed(files):
         found = [*deque(_matching(path, args), maxlen=number - len(found)), *found]
@@ -200,7 +200,7 @@ def _matching(path: Path, args: argparse.Namespace) -> Iterator[_Record]:
 
 
 def format_record(record: _Record, max_chars: int, *, is_colored: bool) -> str:
-    """At most `max_chars` characters of each text, or all with 0."""
+    """With at most `max_chars` characters of each text; 0: all."""
 
     def styled(text: str, style: str) -> str:
         text = _plain(text).replace("\n", "\n    ")  # of an error
@@ -225,7 +225,7 @@ def format_record(record: _Record, max_chars: int, *, is_colored: bool) -> str:
 
 
 def as_json(record: _Record) -> str:
-    """One line of ASCII: JSON leaves what a terminal would act upon unescaped."""
+    """One line of ASCII, in which nothing acts upon a terminal."""
     return json.dumps(msgspec.to_builtins(record)) + "\n"
 
 
@@ -239,7 +239,7 @@ def _described(reward: float | None, one: _Response) -> str:
 
 
 def _indented(text: str, max_chars: int) -> str:
-    """The middle is cut out: how a response ends is what its reward reads."""
+    """The middle is cut out: a reward reads the end."""
     if 0 < max_chars < len(text):
         cut = f"\n... {len(text) - max_chars:,} characters left out (--chars 0 shows all) ...\n"
         text = _plain(text[: (max_chars + 1) // 2]) + cut + _plain(text[len(text) - max_chars // 2 :])

@@ -203,7 +203,7 @@ def test_a_terminal_gets_a_panel_with_everything() -> None:
     progress.close()
     progress.close()
     for words in (
-        "step 2/10", "0.500", "0.750 (v1)", "0.25, max 1", "15.0k tok/s", "800 tok/s", "3 ready, 5 running, 64 slots",
+        "step 2/10", "0.500", "0.750 (v1)", "0.25 max 1", "15.0k tok/s", "800 tok/s", "3 ready, 5 running, 64 slots",
         "waits for groups [32]", "1/1 live", "a note with [brackets]",
     ):  # fmt: skip
         assert words in out.getvalue()
