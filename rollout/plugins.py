@@ -5,10 +5,12 @@ They travel by name, never as objects: every process imports its own copy.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +56,16 @@ def find(location: str, name: str, *, path: str, what: str) -> object:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise PluginError(f"{what} {path!r}: {location} has no {name!r}{hint}")
     return getattr(module, name)
+
+
+def mismatch(function: object, /, *args: object, **kwargs: object) -> str | None:
+    """Why the object cannot be called like this; None if it can, or has no signature, as some compiled functions."""
+    with contextlib.suppress(ValueError):
+        try:
+            inspect.signature(function).bind(*args, **kwargs)  # type: ignore[arg-type]
+        except TypeError as error:
+            return str(error)
+    return None
 
 
 def is_file(location: str) -> bool:

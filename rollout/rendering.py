@@ -81,7 +81,7 @@ def schema_of(name: str, function: Callable[..., object]) -> dict[str, Any]:
 # ---------------------------------------------------------------- conversations
 
 
-_PLACEHOLDER = "what the policy said"
+_PLACEHOLDER = "a response of the policy"
 _SLACK = 1024
 """Tokens beyond twice the room: the last tokens of a cut text differ."""
 
@@ -135,7 +135,7 @@ class ChatTemplateRenderer:
             raise ValueError("the tokenizer has no chat template; use one of an instruction-tuned model")
         messages = _with_turn([{"role": "user", "content": "ask again"}])
         if _PLACEHOLDER not in render(tokenizer, messages, RenderOptions()):
-            raise ValueError("the chat template does not show what an assistant said; use another one")
+            raise ValueError("the chat template does not show the text of an assistant; use another one")
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], options: RenderOptions, *, max_tokens: int | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import ipaddress
 import logging
 import math
@@ -169,11 +168,7 @@ class OpenAiLoop:
                     base_url=base_url,
                     api_key=api_key,
                 )
-                if inspect.iscoroutinefunction(self._solve):
-                    reward = await self._solve(task)
-                else:
-                    result = await self._threads.run(self._solve, task)
-                    reward = await result if inspect.isawaitable(result) else result
+                reward = await self._threads.call(self._solve, task)
         except Exception:
             # Once the policy cannot respond any more, most agents raise; that is no failure of theirs.
             if session.failure is None and session.status == "completed":

@@ -15,11 +15,11 @@ import numpy as np
 from rollout.agent.loop import AgentLoop, SingleTurnLoop
 from rollout.agent.trajectory_builder import TrajectoryBuilder
 from rollout.errors import AgentError, PluginError
-from rollout.plugins import load_plugin
+from rollout.plugins import load_plugin, mismatch
 from rollout.types import ToolUse, Trajectory, TrajectoryStatus, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rollout.agent.loop import Generate
     from rollout.types import Prompt, TokenChunk
@@ -219,27 +219,21 @@ def make_loop(
     if not path:
         return SingleTurnLoop()
     factory = load_plugin(path, what="agent loop")
-    if not callable(factory):
-        raise PluginError(f"agent loop {path!r} is a {type(factory).__name__} and cannot be called; {_DO}")
     of_the_run = {"chat_template_kwargs": chat_template_kwargs or {}, "rollout_stop": rollout_stop}
+    parameters: Iterable[str] = ()
+    with contextlib.suppress(TypeError, ValueError):  # it has no signature
+        parameters = inspect.signature(factory).parameters  # type: ignore[arg-type]
+    full = {name: value for name, value in of_the_run.items() if name in parameters} | dict(args)
+    if reason := mismatch(factory, **full):
+        raise PluginError(f"agent loop {path!r} cannot be called with task.agent_args={dict(args)}: {reason}; {_DO}")
     try:
-        signature = inspect.signature(factory)
-        full = {name: value for name, value in of_the_run.items() if name in signature.parameters} | dict(args)
-        signature.bind(**full)
-    except TypeError as error:
-        raise PluginError(f"agent loop {path!r} cannot be called with task.agent_args={dict(args)}: {error}") from error
-    except ValueError:
-        full = args  # some compiled callables have no signature; the call will show
-    try:
-        loop = factory(**full)
+        loop = cast("Callable[..., object]", factory)(**full)
     except Exception as error:
         raise PluginError(f"agent loop {path!r} raised {type(error).__name__}: {error}") from error
     run = getattr(loop, "run", None)
     if not inspect.iscoroutinefunction(run):
         kind = "no method run" if run is None else "a run that is no async method"
         raise PluginError(f"agent loop {path!r} returned a {type(loop).__name__}, which has {kind}; {_DO}")
-    try:
-        inspect.signature(run).bind(None, None, None)
-    except TypeError as error:
-        raise PluginError(f"agent loop {path!r}: its run cannot be called as a loop: {error}; {_DO}") from error
+    if reason := mismatch(run, None, None, None):
+        raise PluginError(f"agent loop {path!r}: its run cannot be called as a loop: {reason}; {_DO}")
     return cast("AgentLoop", loop)

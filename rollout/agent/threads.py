@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,14 @@ class UserThreads:
         self._warn_at = 1
         _POOLS.add(self)
 
-    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """As `run`; but an async function runs in the event loop."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        result = await self.run(function, *args, **kwargs)
+        return await result if inspect.isawaitable(result) else result  # a decorator may hide `async`
+
+    async def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What the function returns, or raises. Raises AllThreadsHang if no thread can become free."""
         if self.num_hanging >= self._max_threads:
             raise AllThreadsHang(

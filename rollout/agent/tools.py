@@ -7,7 +7,6 @@ generated turn only the text that the chat template adds is rendered and tokeniz
 from __future__ import annotations
 
 import asyncio
-import inspect
 from typing import TYPE_CHECKING, Any
 
 from rollout.agent.loop import MultiTurnLoop, Reply
@@ -130,10 +129,7 @@ class Toolbox:
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                if inspect.iscoroutinefunction(function):
-                    return str(await function(**call.arguments))
-                result = await self._threads.run(function, **call.arguments)
-                return str(await result if inspect.isawaitable(result) else result)  # a decorator may hide `async`
+                return str(await self._threads.call(function, **call.arguments))
         except AllThreadsHang as error:
             raise ToolError(str(error)) from error
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever it raises is for the policy to read

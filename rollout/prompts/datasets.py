@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rollout.errors import DataError
 from rollout.prompts.arithmetic import operand_pairs, question
@@ -77,19 +77,35 @@ class DatasetSpec:
         return _resolve(self.path) if self.reader == "auto" else self.reader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One raw row. `row_id` is stable as long as the data set is; `where` is for messages, e.g. `a.jsonl, line 3`."""
 
     row_id: str
     where: str
     columns: Mapping[str, Any]
 
+    def get(self, name: str) -> Any:
+        """See `get_column`."""
+        return get_column(self.columns, name)
+
+    def error(self, text: str) -> DataError:
+        return DataError(f"{self.where}: {text}")
+
+    def lacks(self, name: str, setting: str) -> DataError:
+        """The error for a missing column, which `setting` names."""
+        existing = ", ".join(self.columns) if self.columns else "none"
+        return self.error(f"no column {name!r}; the columns are: {existing}; set {setting}")
+
+    def holds(self, name: str, wanted: str) -> DataError:
+        """The error for a column of the wrong type."""
+        value = self.get(name)
+        return self.error(f"column {name!r} holds {type(value).__name__} {value!r:.80}; {wanted}")
+
 
 def read_rows(spec: DatasetSpec) -> list[Row]:
     """All rows in the order of the data set. Raises DataError if it is missing, unreadable or empty, or lacks the
     split."""
-    readers: dict[str, Callable[[DatasetSpec], list[Row]]] = {
+    readers: dict[str, Callable[[DatasetSpec], Iterator[Row]]] = {
         "arithmetic": _read_arithmetic,
         "jsonl": _read_jsonl,
         "parquet": _read_parquet,
@@ -98,7 +114,7 @@ def read_rows(spec: DatasetSpec) -> list[Row]:
     reader = spec.used_reader
     if reader not in readers:
         raise DataError(f"unknown reader {reader!r}; allowed: auto, {', '.join(readers)}; set task.reader")
-    rows = readers[reader](spec)
+    rows = list(readers[reader](spec))
     if not rows:
         raise DataError(f"data set {spec.path!r} has no rows (read as {reader}); give one with at least one prompt")
     return rows
@@ -165,24 +181,18 @@ def _labelled_files(spec: DatasetSpec, reader: str) -> list[tuple[Path, str]]:
     return [(path, path.stem if are_unique else path.name) for path in paths]
 
 
-def _read_arithmetic(spec: DatasetSpec) -> list[Row]:
+def _read_arithmetic(spec: DatasetSpec) -> Iterator[Row]:
     if spec.path != BUILTIN_ARITHMETIC:
         raise DataError(
             f"reader 'arithmetic' makes its own data and cannot read {spec.path!r}; "
             f"use {BUILTIN_ARITHMETIC!r} as the path, or task.reader=auto"
         )
-    return [
-        Row(
-            row_id=f"arithmetic/{a}+{b}",
-            where=f"{BUILTIN_ARITHMETIC}, {a}+{b}",
-            columns={spec.prompt_column: question(a, b), spec.answer_column: str(a + b)},
-        )
-        for a, b in operand_pairs(spec.split, max_operand=spec.max_operand)
-    ]
+    for a, b in operand_pairs(spec.split, max_operand=spec.max_operand):
+        columns = {spec.prompt_column: question(a, b), spec.answer_column: str(a + b)}
+        yield Row(f"arithmetic/{a}+{b}", f"{BUILTIN_ARITHMETIC}, {a}+{b}", columns)
 
 
-def _read_jsonl(spec: DatasetSpec) -> list[Row]:
-    rows: list[Row] = []
+def _read_jsonl(spec: DatasetSpec) -> Iterator[Row]:
     for path, label in _labelled_files(spec, "jsonl"):
         for number, text in _lines(path):
             where = f"{path}, line {number}"
@@ -200,8 +210,7 @@ def _read_jsonl(spec: DatasetSpec) -> list[Row]:
                 ) from error
             if not isinstance(columns, dict):
                 raise DataError(f"{where}: got a JSON {type(columns).__name__}; each line must be one JSON object")
-            rows.append(Row(row_id=f"{label}/{number}", where=where, columns=columns))
-    return rows
+            yield Row(f"{label}/{number}", where, columns)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -219,11 +228,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"cannot read {path}: {error.strerror}; check that it is a readable file") from error
 
 
-def _read_parquet(spec: DatasetSpec) -> list[Row]:
+def _read_parquet(spec: DatasetSpec) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows: list[Row] = []
     for path, label in _labelled_files(spec, "parquet"):
         try:
             batches = [batch.to_pylist() for batch in pq.ParquetFile(path).iter_batches()]
@@ -232,11 +240,10 @@ def _read_parquet(spec: DatasetSpec) -> list[Row]:
                 f"{path} is not a readable Parquet file: {error}; write it again, or set task.reader"
             ) from error
         for index, columns in enumerate(chain.from_iterable(batches)):
-            rows.append(Row(row_id=f"{label}/{index}", where=f"{path}, row {index}", columns=columns))
-    return rows
+            yield Row(f"{label}/{index}", f"{path}, row {index}", columns)
 
 
-def _read_hugging_face(spec: DatasetSpec) -> list[Row]:
+def _read_hugging_face(spec: DatasetSpec) -> Iterator[Row]:
     if not Path(spec.path).expanduser().exists() and not _HUB_NAME.fullmatch(spec.path):
         raise _missing(spec.path)
     splits = _load_hugging_face(spec)
@@ -245,10 +252,8 @@ def _read_hugging_face(spec: DatasetSpec) -> list[Row]:
             f"data set {spec.path!r} has no split {spec.split!r}; its splits are {', '.join(sorted(splits))}; "
             "set task.train_split, task.eval_split or the split of task.eval_sets.NAME"
         )
-    return [
-        Row(row_id=f"{spec.split}/{index}", where=f"{spec.path}, {spec.split} row {index}", columns=columns)
-        for index, columns in enumerate(splits[spec.split])
-    ]
+    for index, columns in enumerate(splits[spec.split]):
+        yield Row(f"{spec.split}/{index}", f"{spec.path}, {spec.split} row {index}", columns)
 
 
 def _load_hugging_face(spec: DatasetSpec) -> dict[str, Any]:
@@ -325,7 +330,7 @@ def drop_duplicates(rows: Sequence[Row], spec: DatasetSpec) -> list[Row]:
     names = (spec.prompt_column, spec.answer_column, *([spec.reward_column] if spec.reward_column else []))
     kept: dict[object, Row] = {}
     for row in rows:
-        values = [get_column(row.columns, name) for name in names]
+        values = [row.get(name) for name in names]
         # The type is part of the key: a missing answer is not the text "null".
         typed = [["missing"] if value is MISSING else [type(value).__name__, value] for value in values]
         digest = hashlib.blake2b(json.dumps(typed, sort_keys=True, default=repr).encode(), digest_size=16).digest()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollout.errors import DataError
-from rollout.prompts.datasets import DatasetSpec, drop_duplicates, drop_overlong, read_rows
-from rollout.prompts.render_prompts import Tokenizer, has_column, missing_column, render
+from rollout.prompts.datasets import MISSING, DatasetSpec, drop_duplicates, drop_overlong, read_rows
+from rollout.prompts.render_prompts import Tokenizer, render
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,27 +40,21 @@ class PromptSet:
 def load_prompts(spec: DatasetSpec, tokenizer: Tokenizer) -> PromptSet:
     """Reads, renders and filters a data set. Raises DataError if it cannot be used as configured."""
     rows = read_rows(spec)
-    if not any(has_column(row, spec.answer_column) for row in rows) and not spec.answer_required:
+    if all(row.get(spec.answer_column) is MISSING for row in rows) and not spec.answer_required:
         _log.warning("data set %r has no column %r: every answer is empty", spec.path, spec.answer_column)
-    if spec.reward_column and not any(has_column(row, spec.reward_column) for row in rows):
+    if spec.reward_column and all(row.get(spec.reward_column) is MISSING for row in rows):
         if spec.reward_column_required:
-            raise missing_column(rows[0], spec.reward_column, "task.reward.column")
-        _log.warning(
-            "data set %r has no column %r: task.reward.name scores all its responses",
-            spec.path, spec.reward_column,
-        )  # fmt: skip
+            raise rows[0].lacks(spec.reward_column, "task.reward.column")
+        text = "data set %r has no column %r: task.reward.name scores all its responses"
+        _log.warning(text, spec.path, spec.reward_column)
     different = drop_duplicates(rows, spec) if spec.dedup else rows
     if num_duplicates := len(rows) - len(different):
-        _log.warning(
-            "data set %r: dropped %d of %d rows whose prompt and answer are those of an earlier row (task.dedup)",
-            spec.path, num_duplicates, len(rows),
-        )  # fmt: skip
+        text = "data set %r: dropped %d of %d rows whose prompt and answer are those of an earlier row (task.dedup)"
+        _log.warning(text, spec.path, num_duplicates, len(rows))
     kept = drop_overlong(render(different, spec=spec, tokenizer=tokenizer), spec)
     if num_overlong := len(different) - len(kept):
-        _log.warning(
-            "data set %r: dropped %d of %d prompts over task.max_prompt_tokens=%d",
-            spec.path, num_overlong, len(different), spec.max_prompt_tokens,
-        )  # fmt: skip
+        text = "data set %r: dropped %d of %d prompts over task.max_prompt_tokens=%d"
+        _log.warning(text, spec.path, num_overlong, len(different), spec.max_prompt_tokens)
     return PromptSet(
         prompts=kept, num_duplicates=num_duplicates, num_overlong=num_overlong, fingerprint=fingerprint(kept)
     )
@@ -124,23 +118,19 @@ class PromptSource:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the prompt that comes next, from 0."""
+        """Of the next prompt, from 0."""
         return self._epoch
 
     def next(self, version: int | None = None) -> Prompt:
-        """The next prompt that the pass-rate filter does not pass over.
+        """The next prompt that the pass-rate filter does not skip. Raises NoProgress if it skips all.
 
         Args:
-            version: the policy version that is live; groups of earlier ones count for the pass-rate filter. None counts
-                all groups.
-
-        Raises:
-            NoProgress: the pass-rate filter leaves no prompt.
+            version: the live policy version; groups of earlier ones count for the filter. None counts all groups.
         """
         if self._pass_rates is None:
             return self._advance()
         self._pass_rates.apply_results(version)
-        while True:  # ends within three epochs: each turn that passes a prompt over shortens its cooldown
+        while True:  # ends within three epochs: each turn that skips a prompt shortens its cooldown
             if self._position == 0 and (num_idle := self._pass_rates.skip_epochs()):
                 self._seek(self._epoch + num_idle)
             prompt = self._advance()
@@ -154,7 +144,7 @@ class PromptSource:
             self._pass_rates.require_prompt()
 
     def observe(self, group: Group) -> None:
-        """A group came back, whatever becomes of it."""
+        """A group ended, whatever becomes of it."""
         if self._pass_rates is not None:
             self._pass_rates.observe(group)
 
@@ -184,7 +174,7 @@ class PromptSource:
         return self._set.prompts[self._index[prompt_id]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, and what it streams."""
+        """Position in the stream, and what determines its order."""
         state: dict[str, Any] = {
             "epoch": self._epoch,
             "position": self._position,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rollout.errors import DataError
-from rollout.prompts.datasets import MISSING, get_column
+from rollout.prompts.datasets import MISSING
 from rollout.rendering import RenderOptions, TemplateError
 from rollout.rendering import render as render_messages
 from rollout.types import Prompt
@@ -68,7 +67,7 @@ def _tokenized(texts: Sequence[_Text], tokenizer: Tokenizer) -> list[Sequence[in
 def _prompt(row: Row, rendered: _Text, token_ids: Sequence[int], spec: DatasetSpec) -> Prompt:
     text, messages = rendered
     if len(token_ids) == 0:
-        raise DataError(f"{row.where}: the prompt has no tokens; remove the row or fill column {spec.prompt_column!r}")
+        raise row.error(f"the prompt has no tokens; remove the row or fill column {spec.prompt_column!r}")
     used = {spec.prompt_column, spec.answer_column}
     reward = _reward(row, spec)
     is_required = reward in spec.rewards_with_answer if reward else spec.answer_required
@@ -83,30 +82,23 @@ def _prompt(row: Row, rendered: _Text, token_ids: Sequence[int], spec: DatasetSp
     )
 
 
-def has_column(row: Row, name: str) -> bool:
-    return get_column(row.columns, name) is not MISSING
-
-
 def _checked_text(row: Row, spec: DatasetSpec, tokenizer: Tokenizer) -> _Text:
     """JSON can spell half a surrogate pair (`"\\ud83d"`), which no tokenizer takes."""
     messages = _messages(row, spec)
-    if messages is None:
-        text = str(get_column(row.columns, spec.prompt_column))
-    else:
-        text = _apply_template(messages, row, spec, tokenizer)
+    text = str(row.get(spec.prompt_column)) if messages is None else _apply_template(messages, row, spec, tokenizer)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{row.where}: column {spec.prompt_column!r} holds {text[error.start]!r}, half a surrogate pair and no "
-            "character; write the character whole, or remove the row"
+        raise row.error(
+            f"column {spec.prompt_column!r} holds {text[error.start]!r}, half a surrogate pair and no character; write "
+            "the character whole, or remove the row"
         ) from error
     return text, messages
 
 
 def _messages(row: Row, spec: DatasetSpec) -> list[dict[str, Any]] | None:
     """For the chat template; None if the prompt is a plain string without it."""
-    value = get_column(row.columns, spec.prompt_column)
+    value = row.get(spec.prompt_column)
     match value:
         case str() if not spec.apply_chat_template:
             _check_plain(row, spec)
@@ -116,18 +108,12 @@ def _messages(row: Row, spec: DatasetSpec) -> list[dict[str, Any]] | None:
         case list():
             messages = _checked_messages(value, row, spec)
         case _ if value is MISSING:
-            raise missing_column(row, spec.prompt_column, "task.prompt_column")
+            raise row.lacks(spec.prompt_column, "task.prompt_column")
         case _:
-            raise DataError(
-                f"{row.where}: column {spec.prompt_column!r} holds a {type(value).__name__}; a prompt is a string or a "
-                "list of {'role', 'content'} messages"
-            )
+            raise row.holds(spec.prompt_column, "a prompt is a string or a list of {'role', 'content'} messages")
     if spec.system_prompt:
         if messages[0]["role"] == "system":
-            raise DataError(
-                f"{row.where}: the messages bring their own system message, and task.system_prompt is set too; "
-                "clear one of them"
-            )
+            raise row.error("the messages have a system message, and task.system_prompt is set too; clear one of them")
         messages = [{"role": "system", "content": spec.system_prompt}, *messages]
     return messages
 
@@ -141,55 +127,49 @@ def _check_plain(row: Row, spec: DatasetSpec) -> None:
     }
     for what, (value, instead) in wanted.items():
         if value:
-            raise DataError(
-                f"{row.where}: {what}, but this prompt is a plain string that goes through no chat template; set "
-                f"task.apply_chat_template=true, or {instead}"
+            raise row.error(
+                f"{what}, but this prompt is a plain string without chat template; set task.apply_chat_template=true, "
+                f"or {instead}"
             )
 
 
 def _checked_messages(value: Sequence[Any], row: Row, spec: DatasetSpec) -> list[dict[str, Any]]:
     if not value:
-        raise DataError(f"{row.where}: column {spec.prompt_column!r} holds no message; give at least one")
+        raise row.error(f"column {spec.prompt_column!r} holds no message; give at least one")
     for position, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise DataError(
-                f"{row.where}: message {position} of column {spec.prompt_column!r} is {message!r}; "
-                "each message is {'role': ..., 'content': ...}"
-            )
+            where = f"message {position} of column {spec.prompt_column!r}"
+            raise row.error(f"{where} is {message!r}; each message is {{'role': ..., 'content': ...}}")
     return [dict(message) for message in value]
 
 
 def _apply_template(messages: list[dict[str, Any]], row: Row, spec: DatasetSpec, tokenizer: Tokenizer) -> str:
     if getattr(tokenizer, "chat_template", MISSING) is None:
-        raise DataError(
-            f"{row.where}: the prompt needs a chat template, but the model's tokenizer has none; use an instruction-"
-            "tuned model's tokenizer, or plain string prompts with task.apply_chat_template=false"
+        raise row.error(
+            "the prompt needs a chat template, but the model's tokenizer has none; use an instruction-tuned model's "
+            "tokenizer, or plain string prompts with task.apply_chat_template=false"
         )
     options = RenderOptions(tools=spec.tools, variables=spec.chat_template_kwargs)
     try:
         return render_messages(tokenizer, messages, options)
     except TemplateError as error:
         roles = ", ".join(str(m["role"]) for m in messages)
-        raise DataError(
-            f"{row.where}: the tokenizer's chat template refused the messages (roles: {roles}): {error.reason}"
-        ) from error
+        raise row.error(f"the chat template refused the messages (roles: {roles}): {error.reason}") from error
 
 
 def _reward(row: Row, spec: DatasetSpec) -> str:
     """Its name; empty if the row names none."""
-    value = get_column(row.columns, spec.reward_column) if spec.reward_column else None
+    value = row.get(spec.reward_column) if spec.reward_column else None
     if value is None or value is MISSING:
         return ""
     if not isinstance(value, str):
-        raise DataError(
-            f"{row.where}: column {spec.reward_column!r} holds {type(value).__name__} {value!r:.80}; it names the "
-            "reward of the row, as task.reward.name does, and null leaves it to that; set task.reward.column"
-        )
+        wanted = "it names the reward of the row, and null leaves it to task.reward.name; set task.reward.column"
+        raise row.holds(spec.reward_column, wanted)
     return value
 
 
 def _answer(row: Row, spec: DatasetSpec, *, is_required: bool) -> str:
-    value = get_column(row.columns, spec.answer_column)
+    value = row.get(spec.answer_column)
     match value:
         case str():
             return value
@@ -198,15 +178,11 @@ def _answer(row: Row, spec: DatasetSpec, *, is_required: bool) -> str:
         case int() | float() if isinstance(value, int) or math.isfinite(value):
             return str(value)
         case _ if value is MISSING and is_required:
-            raise missing_column(row, spec.answer_column, "task.answer_column")
+            raise row.lacks(spec.answer_column, "task.answer_column")
         case _ if (value is MISSING or value is None) and not is_required:
             return ""
-    raise DataError(
-        f"{row.where}: column {spec.answer_column!r} holds {type(value).__name__} {value!r:.80}; an answer is a string "
-        "or a finite number; convert the column, or point task.answer_column at another (`a.b` reaches into a struct)"
+    raise row.holds(
+        spec.answer_column,
+        "an answer is a string or a finite number; convert the column, or point task.answer_column at another (`a.b` "
+        "reaches into a struct)",
     )
-
-
-def missing_column(row: Row, name: str, setting: str) -> DataError:
-    existing = ", ".join(row.columns) if row.columns else "none"
-    return DataError(f"{row.where}: no column {name!r}; the columns are: {existing}; set {setting}")

@@ -11,14 +11,14 @@ entries become metrics. Functions travel by name, never as objects: every reward
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import cast
 
 from rollout.errors import DataError, PluginError
-from rollout.plugins import find, is_file
+from rollout.plugins import find, is_file, mismatch
 
 RewardFn = Callable[..., object]
 
@@ -99,15 +99,7 @@ def load(target: str) -> RewardFn:
         function = find(location, name, path=target, what="reward")
     except PluginError as error:
         raise DataError(str(error)) from error
-    expected = "def reward(*, prompt: str, response: str, answer: str, metadata: dict) -> float"
-    if not callable(function):
-        raise DataError(f"reward {target!r} is a {type(function).__name__}; give a function: {expected}")
-    try:
-        inspect.signature(function).bind(prompt="", response="", answer="", metadata={})
-    except TypeError as error:
-        raise DataError(
-            f"reward {target!r} cannot be called as a reward: {error}; its signature is: {expected}"
-        ) from error
-    except ValueError:
-        pass  # some compiled callables have no signature; the first call will show
-    return function
+    if reason := mismatch(function, prompt="", response="", answer="", metadata={}):
+        expected = "def reward(*, prompt: str, response: str, answer: str, metadata: dict) -> float"
+        raise DataError(f"reward {target!r} cannot be called as a reward: {reason}; its signature is: {expected}")
+    return cast("RewardFn", function)

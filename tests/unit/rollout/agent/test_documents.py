@@ -40,7 +40,7 @@ def examples(document: str) -> list[str]:
     [(["19"], [1.0]), (["18", "19"], [-0.1, 0.5]), (["18", "17"], [-0.1, 0.0])],
     ids=["at-once", "second", "never"],
 )
-async def test_the_documented_environment_pays_as_it_says(
+async def test_the_documented_environment_pays_what_the_text_promises(
     responses: list[str], rewards: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -79,7 +79,7 @@ def openai_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
     [(["5"], [1.0]), (["6", "5"], [0.0, 0.5]), (["6", "7"], [0.0, 0.0])],
     ids=["at-once", "second", "never"],
 )
-async def test_the_documented_function_pays_as_it_says(
+async def test_the_documented_function_pays_what_the_text_promises(
     openai_loop: Any, responses: list[str], rewards: list[float]
 ) -> None:
     policy = await ChatPolicy(by_turn(*(response + END for response in responses))).start()

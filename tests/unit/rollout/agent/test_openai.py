@@ -711,7 +711,7 @@ OPENAI_AGENT = "rollout.agent.openai_agent.openai_agent"
         ({"host": "localhost"}, 'host must be "auto" or an IPv4 or IPv6 address'),
         ({"host": "0.0.0.0"}, "which means any"),
         ({"chat_template": None}, "the tokenizer has no chat template"),
-        ({"chat_template": "{{ messages[0].content }}"}, "does not show what an assistant said"),
+        ({"chat_template": "{{ messages[0].content }}"}, "does not show the text of an assistant"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

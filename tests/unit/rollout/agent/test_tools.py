@@ -192,6 +192,10 @@ def hidden(**numbers: int) -> object:
     return add(**numbers)
 
 
+def describe(function: str, self: int = 1) -> str:
+    return f"{function}{self}"
+
+
 def fail() -> str:
     raise TimeoutError("of the tool")
 
@@ -208,6 +212,7 @@ def leave() -> str:
         (call_of("hidden", a=1, b=2), "3"),
         (call_of("echo", text="a\ud800b"), "a?b"),  # half a surrogate pair, which JSON can spell and no tokenizer takes
         (call_of("echo", text="x" * 60), "x" * 50 + "... (10 more characters)"),
+        (call_of("describe", function="f", self=2), "f2"),
         (call_of("ad"), "error: there is no tool 'ad'; there are: slow, s"),
         (call_of("add", c=1), "error: add raised TypeError: add() got an unexpect"),
         (call_of("fail"), "error: fail raised TimeoutError: of the tool"),
@@ -218,7 +223,9 @@ def leave() -> str:
     ],
 )
 async def test_the_policy_reads_the_result_or_what_was_wrong(text: str, expected: str | None) -> None:
-    functions = {function.__name__: function for function in (slow, slow_async, add, echo, hidden, fail, leave)}
+    functions = {
+        function.__name__: function for function in (slow, slow_async, add, echo, hidden, describe, fail, leave)
+    }
     timeout_s = 0.3 if "slow" in text else 60.0
     reply = await Toolbox(functions, timeout_s=timeout_s, max_result_chars=50).reply(text)
     assert (reply is None) == (expected is None)

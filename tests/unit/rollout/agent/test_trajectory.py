@@ -385,7 +385,7 @@ def test_the_factory_gets_its_arguments_by_name_and_an_empty_path_is_the_single_
     ("name", "args", "message"),
     [
         ("Lop", {}, "has no 'Lop'; did you mean 'Loop'"),
-        ("NUMBER", {}, "is a int and cannot be called; give package.module.factory"),
+        ("NUMBER", {}, "3 is not a callable object; give package.module.factory"),
         ("Loop", {"turns": 3}, r"cannot be called with task.agent_args={'turns': 3}: got an unexpected keyword"),
         ("raises", {}, "raised OSError: no tool server"),
         ("NoRun", {}, "returned a NoRun, which has no method run"),

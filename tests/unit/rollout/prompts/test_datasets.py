@@ -187,15 +187,15 @@ def bad_message(role: object) -> dict[str, object]:
         ([{"question": "1+1", "answer": "2"}], {}, "line 1: no column 'prompt'; the columns are: question, ans"),
         ([{"answer": "2"}] * 2, {}, "line 1: no column 'prompt'"),
         ([ROWS[0], {"prompt": "3"}], {}, "line 2: no column 'answer'; the columns are: prompt; set task.answer_column"),
-        ([{"prompt": 7, "answer": "2"}], {}, "line 1: column 'prompt' holds a int; a prompt is a string or a list"),
-        ([{"prompt": None, "answer": "2"}], {}, "column 'prompt' holds a NoneType"),
+        ([{"prompt": 7, "answer": "2"}], {}, "line 1: column 'prompt' holds int 7; a prompt is a string or a list"),
+        ([{"prompt": None, "answer": "2"}], {}, "column 'prompt' holds NoneType"),
         ([{"prompt": [], "answer": "2"}], {}, "holds no message"),
         ([{"prompt": ["hi"], "answer": "2"}], {}, "message 0 of column 'prompt' is 'hi'; each message is"),
         ([ROWS[0], {"prompt": "1\ud83d=", "answer": "2"}], {}, r"line 2: column 'prompt' holds '\\ud83d', half a surr"),
         ([{"prompt": [{"role": "user", "content": "\udc00"}], "answer": "2"}], {}, r"line 1: .* '\\udc00', half a"),
         ([bad_message(3)], {}, "message 0 .*each message is"),
         ([bad_message("narrator")], {}, r"template refused the messages \(roles: narrator\): unexpected role"),
-        ([bad_message("system")], {"system_prompt": "x"}, "bring their own system message"),
+        ([bad_message("system")], {"system_prompt": "x"}, "have a system message"),
         ([ROWS[0]], {"system_prompt": "x"}, "task.system_prompt is set, but this prompt is a plain string"),
         ([{"prompt": "1", "answer": [2]}], {}, "column 'answer' holds list .*an answer is a string or a finite number"),
         ([ROWS[0], {"prompt": "1", "answer": float("nan")}], {}, "line 2: column 'answer' holds float nan"),
@@ -398,7 +398,7 @@ def test_held_out_prompts_come_from_files_of_their_own_unless_someone_wants_othe
             check_overlap(spec(**train), spec(**held_out))
 
 
-def test_the_splits_of_a_directory_are_told_apart_as_the_message_promises(
+def test_the_hf_reader_finds_the_splits_of_a_directory_as_the_message_promises(
     data: Path, tokenizer: CharTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

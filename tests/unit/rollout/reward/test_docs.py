@@ -72,7 +72,7 @@ def judge_url() -> Iterator[str]:
     server.server_close()
 
 
-async def test_the_documented_judge_is_asked_for_all_answers_at_once_and_again_when_it_was_busy(
+async def test_the_documented_judge_gets_all_responses_at_once_and_again_when_it_was_busy(
     tmp_path: Path, judge_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_URL", judge_url)

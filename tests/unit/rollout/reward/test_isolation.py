@@ -139,7 +139,7 @@ async def test_what_rewards_print_is_passed_on(capfd: pytest.CaptureFixture[str]
     assert printed.count("one\n") == printed.count("two\n") == 1
 
 
-async def test_more_than_the_bound_is_dropped_and_rewards_go_on(
+async def test_more_than_the_bound_is_dropped_and_rewards_continue(
     little_room: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with RewardPool(PLAIN, timeout_s=20.0, num_processes=2) as rewards:

@@ -49,7 +49,7 @@ async def test_a_call_gives_a_number_or_named_parts(function: str) -> None:
         assert await rewards.score(a_prompt(), "dict") == RewardResult(reward=0.5, parts={"format": 1.0, "length": 2.0})
 
 
-async def test_a_function_gets_prompt_answer_and_metadata() -> None:
+async def test_a_function_gets_prompt_response_answer_and_metadata() -> None:
     async with a_pool(PLAIN) as rewards:
         assert await outcome(rewards, "arguments", metadata={"level": np.float64(3)}) == 3 + len("12+7=") + len("19")
 
@@ -90,28 +90,35 @@ class OnlyHere:
         return os.stat, ("/no/OnlyHere",)  # what unpickling it does
 
 
-async def test_a_plain_call_that_hangs_or_dies_costs_its_process_and_the_next_has_a_new_one() -> None:
+GARBAGE = '{"reward": "x", garbage|[1, 2]|"text"|null|'
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ("spin", "longer than 1 s; its process was killed"),
+        ("die", "its process ended with exit code 7"),
+        (f"garbage {GARBAGE}", "must not write to descriptors"),
+        ('garbage {"type":"Scored","number":1}|', "must not write to descriptors"),
+    ],
+    ids=["hangs", "dies", "writes-garbage", "writes-half-a-reply"],
+)
+async def test_a_plain_call_that_ruins_its_process_costs_itself_and_the_next_has_a_new_one(
+    response: str, message: str
+) -> None:
     async with a_pool(PLAIN, timeout_s=1.0) as rewards:
         before = await outcome(rewards, "pid")
-        assert "longer than 1 s; its process was killed" in str(await outcome(rewards, "spin"))
-        assert "its process ended with exit code 7" in str(await outcome(rewards, "die"))
+        assert message in str(await outcome(rewards, response))
         assert await outcome(rewards, "pid") != before
 
 
-@pytest.mark.parametrize("text", ['{"reward": "x", garbage|[1, 2]|"text"|null|', '{"type":"Scored","number":9}|'])
-async def test_garbage_in_the_pipe_of_the_answers_costs_its_own_call(text: str) -> None:
-    async with a_pool(PLAIN, timeout_s=5.0) as rewards:
-        assert "must not write to descriptors" in str(await outcome(rewards, f"garbage {text}"))
-        assert await outcome(rewards, "value 3") == 3.0
-
-
-async def test_an_answer_that_belongs_to_no_call_is_ignored() -> None:
+async def test_a_reply_that_belongs_to_no_call_is_ignored() -> None:
     forged = '{"type":"Scored","number":99,"result":{"reward":99.0}}|'
     async with a_pool(PLAIN) as rewards:
         assert await outcome(rewards, f"garbage {forged}") == 0.5
 
 
-async def test_a_blocked_event_loop_does_not_turn_an_answer_into_a_hang() -> None:
+async def test_a_blocked_event_loop_does_not_turn_a_reply_into_a_timeout() -> None:
     async with a_pool(PLAIN, timeout_s=0.2) as rewards:
         scoring = asyncio.create_task(outcome(rewards, "value 4"))
         await asyncio.sleep(0.01)
@@ -161,7 +168,7 @@ async def test_no_more_async_calls_run_at_once_than_the_limit() -> None:
 
 
 @both_kinds
-async def test_no_response_waits_for_a_slot_for_ever_and_the_others_go_on(function: str) -> None:
+async def test_a_wait_for_a_slot_ends_and_costs_the_others_nothing(function: str) -> None:
     message = {
         PLAIN: r"no reward process was free for 0\.3 s .*queue_timeout_s.*raise task\.reward\.num_processes",
         ASYNC: r"1 calls \(task\.reward\.max_concurrency\) ran for all of 0\.3 s .*queue_timeout_s",
@@ -380,7 +387,7 @@ async def test_calls_of_a_lost_process_that_cannot_be_replaced_try_it_once_and_a
         assert await outcome(rewards, "") == 6.0
 
 
-async def test_no_call_waits_for_ever_while_others_replace_a_lost_process_which_does_not_stay(
+async def test_a_wait_for_others_that_replace_a_lost_process_ends_and_the_new_process_does_not_stay(
     fickle: Fickle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with a_pool(fickle.judge) as rewards:

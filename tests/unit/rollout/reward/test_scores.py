@@ -212,7 +212,7 @@ def test_unknown_names_are_refused_with_what_is_allowed(name: str, message: str)
         ("def reward(response): ...\n", "got an unexpected keyword argument 'prompt'.*its signature is"),
         ("def reward(*, prompt, response, answer, metadata, extra): ...\n", "missing a required .*'extra'"),
         ("async def reward(response): ...\n", "got an unexpected keyword argument 'prompt'.*its signature is"),
-        ("reward = 3.0\n", "is a float"),
+        ("reward = 3.0\n", "3.0 is not a callable object"),
         ("def reward(**_): raise ValueError('boom')", "raised ValueError: boom.*trial call with response='19'"),
         ("def reward(**_):\n    while True: pass", "longer than 1 s.*trial call with response='19'"),
         ("def reward(**_): return 'good'", "returned str 'good'.*trial call with response='19'"),
