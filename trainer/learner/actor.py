@@ -85,10 +85,7 @@ class SetupReport:
 
 class LearnerActor:
     """One learner rank. Life: `node_address` (rank 0 only), `setup` on all ranks at once, then the rest, `close`.
-
-    `setup`, `train_step`, `save`, `load` and `export_hf` are collective, the others local. The last four are those of
-    `PolicyTrainer`.
-    """
+    `setup` and the methods of `PolicyTrainer` are collective, the others local."""
 
     def __init__(self, cfg: RunConfig, *, rank: int, world_size: int) -> None:
         from weight_sync.device.select import build, get_backend

@@ -157,10 +157,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def prune(directory: Path, *, keep_last: int, keep_every: int = 0) -> list[Path]:
-    """Delete complete checkpoints, the oldest first; returns what was deleted.
-
-    Directories that are not complete checkpoints are left alone: a save may be in progress. What an earlier `prune`
-    could not finish is deleted, too.
+    """Delete complete checkpoints (others may be in progress), and what an earlier `prune` left; returns the former.
 
     Args:
         keep_last: the newest so many stay, >= 1; those that `keep_every` keeps count among them.
@@ -194,10 +191,7 @@ def prune(directory: Path, *, keep_last: int, keep_every: int = 0) -> list[Path]
 
 def abandon(directory: Path, *, going_on_from: Path) -> list[Path]:
     """Move what does not lead to the checkpoint `going_on_from` to `directory/abandoned`; returns where it is now.
-
-    Otherwise a later step of the abandoned branch would count as the newest: `find_latest` would resume from it, and
-    `prune` delete the new branch for it. A checkpoint from elsewhere abandons every one in `directory`.
-    """
+    Otherwise `find_latest` would resume from the abandoned branch, and `prune` delete the new one for it."""
     steps = _steps(directory)
     own = next((path for path in steps if path.samefile(going_on_from)), None)  # a link may have another name
     left = [path for path in steps if own is None or step_of(path) > step_of(own)]
@@ -266,12 +260,8 @@ def load_sharded(path: Path, optimizers: Mapping[str, ShardedAdamW]) -> int:
 
 
 def load_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """Fill whole tensors on the host with what the policy's optimizer moves, by parameter name; others are not read.
-
-    Not collective, and needs no process group. A tensor of another dtype than the saved one is filled with what
-    `Tensor.to` would give; besides `weights` no more than one saved shard of one parameter is in memory. Raises
-    CheckpointError as `load_sharded`.
-    """
+    """Fill whole tensors on the host, by parameter name, cast to their dtype; others are not read. Needs no process
+    group, and in memory one saved shard at a time. Raises CheckpointError as `load_sharded`."""
     _load(path, {f"model.{name}": tensor for name, tensor in weights.items()}, is_alone=True)
 
 

@@ -173,11 +173,8 @@ class CriticModel(nn.Module):
 
 
 class SeparateCritic(Critic):
-    """A critic with its own backbone and optimizer. Every method is collective.
-
-    The values that give the advantages are those of the first update's forward pass: one pass serves both, and
-    `targets` leaves the gradients of that update.
-    """
+    """A critic with its own backbone and optimizer. Every method is collective. `targets` leaves the gradients of the
+    first update: one forward pass serves both."""
 
     def __init__(self, cfg: RunConfig, *, context: ParallelContext, policy: PreTrainedModel) -> None:
         """Raises ModelError if `critic.path` cannot be trained, or knows fewer tokens than `policy`."""
@@ -211,11 +208,10 @@ class SeparateCritic(Critic):
         step: int,
         grad_norm: float,
     ) -> dict[str, Metric]:
-        """Take the gradients that `targets` left, of norm `grad_norm`, then make the other updates of the step towards
-        the same returns.
+        """Apply the gradients that `targets` left, of norm `grad_norm`, then make the other updates of the step.
 
         The policy has been updated by now, so a later gradient that is not finite fails nothing: that update and those
-        after it are left out, on every rank, and `critic_skipped_updates` counts them.
+        after it are skipped on every rank.
         """
         lr = learning_rate(step, config=self._schedule, total_steps=self._cfg.trainer.total_steps)
         norms = [grad_norm]

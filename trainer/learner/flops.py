@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 TRAINED, FROZEN = 6, 4
 """Operations per weight and token: two in the forward, two for the input's gradient, two for the weight's."""
 
+EXPERTS_PER_TOKEN = "num_experts_per_tok"
 PEAK_TFLOPS = (
     (r"\bB200\b", 2250.0),
     (r"\bH[12]00 NVL\b", 835.0),
@@ -74,7 +75,8 @@ def model_flops(hf: PreTrainedModel) -> ModelFlops | None:
     """
     text, blocks = hf.config.get_text_config(), list(cast("nn.ModuleList", hf.base_model.layers))
     params = [param for block in blocks for param in block.parameters()]
-    is_mixture, has_experts = _experts_per_token(text) is not None, any(param.ndim == 3 for param in params)
+    is_mixture = getattr(text, EXPERTS_PER_TOKEN, None) is not None
+    has_experts = any(param.ndim == 3 for param in params)
     if is_mixture != has_experts or any(param.ndim > 3 for param in params):
         return None
     if getattr(text, "v_head_dim", None) is not None:
@@ -92,12 +94,8 @@ def visited_params(param: nn.Parameter, text: PreTrainedConfig) -> int:
     [experts, out, in] those that it visits; without `num_experts_per_tok` all of them."""
     if param.ndim < 2:
         return 0
-    visited = _experts_per_token(text) if param.ndim == 3 else None
+    visited = getattr(text, EXPERTS_PER_TOKEN, None) if param.ndim == 3 else None
     return param.numel() if visited is None else param.numel() // param.shape[0] * visited
-
-
-def _experts_per_token(text: PreTrainedConfig) -> int | None:
-    return getattr(text, "num_experts_per_tok", None)
 
 
 def _each(param: Tensor) -> int:

@@ -87,20 +87,14 @@ def shard_model(
 
 
 def sharded_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local`, which has the shape of this rank's shard of `param`, as a DTensor that shares its memory; unchanged if
-    `param` is no DTensor.
-
-    `DTensor.from_local` would copy what is on the host to the device of the mesh, and then share nothing.
-    """
+    """`local`, of the shape of this rank's shard of `param`, as a DTensor that shares its memory (`DTensor.from_local`
+    would copy host memory to the device); unchanged if `param` is no DTensor."""
     return DTensor(local, param._spec, requires_grad=False) if isinstance(param, DTensor) else local
 
 
 def clear_fsdp_forward(root: nn.Module) -> None:
-    """Free what a forward gathered, and what FSDP2 noted of it. Without a backward, the root would stay whole, and the
-    notes, which only a backward drops, would grow for as long as the run lasts.
-
-    Not between a forward with gradient and its backward, which reads the notes.
-    """
+    """Free what a forward without a backward gathered, and FSDP2's notes of it, which only a backward drops. Not
+    between a forward with gradient and its backward, which reads the notes."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

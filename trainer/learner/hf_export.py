@@ -36,14 +36,10 @@ log = logging.getLogger(__name__)
 
 
 def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: ModelConfig) -> None:
-    """Gather one parameter after another to the host of rank 0, which writes them as safetensors while the others wait.
-    Collective, if there is a process group.
-
-    `AutoModelForCausalLM.from_pretrained(path)` and engines load the result. Weights are in `model.rollout_dtype`: what
-    the engines generated with. The directory appears whole or not at all, and replaces what is there (see
-    `replace_directory`). LoRA adapters are merged into the weights, and also written alone to `adapter/`. Raises
-    OSError if rank 0 cannot write to `path`.
-    """
+    """Write a directory that `AutoModelForCausalLM.from_pretrained` and engines load, with weights in
+    `model.rollout_dtype`; whole or not at all, in place of what is there. Collective, if there is a process group: rank
+    0 gathers one parameter after another. LoRA adapters are merged, and also written alone to `adapter/`. Raises
+    OSError if rank 0 cannot write to `path`."""
     dtype, rank = getattr(torch, config.rollout_dtype), dist.get_rank() if dist.is_initialized() else 0
     state: dict[str, Tensor] = {}
     for name, whole in merged_parameters(model, dtype):  # in lockstep over ranks

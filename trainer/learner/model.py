@@ -1,6 +1,4 @@
-"""The policy model: built on the meta device, sharded, loaded, and its architecture checked.
-
-Every model here goes through `meta_model` and `shard_and_load`: made without memory, sharded, and only then filled.
+"""Models: made without memory and checked (`meta_model`), then sharded and filled (`shard_and_load`).
 
 Shape legend: `T` packed tokens, `L` loss tokens, `E` hidden size.
 """
@@ -122,10 +120,9 @@ def check_architecture(hf: PreTrainedModel) -> nn.ModuleList:
 
 
 def disable_dropout(hf: PreTrainedModel) -> None:
-    """No dropout and no router noise: either would make the ratio to the behavior policy noisy, and engines have none.
+    """No dropout and no router noise: engines have none, and the ratio to the behavior policy would be noisy.
 
-    Inference mode turns them off. Only what can recompute its activations stays in training mode, as transformers
-    requires, and its dropout rates become 0.
+    Inference mode turns them off. What may recompute its activations must stay in training mode; its rates become 0.
     """
     for module in hf.modules():
         module.training = hasattr(module, "gradient_checkpointing")
@@ -136,9 +133,8 @@ def disable_dropout(hf: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def fix_longrope(hf: PreTrainedModel, *, max_model_len: int) -> None:
-    """Choose the factors of LongRoPE once, by the rule of engines: the long ones if the context length of the engine
-    (`max_model_len`, tokens) exceeds that of pretraining, whatever the length of a sequence. Transformers would choose
-    again for every micro-batch, by its longest sequence. `hf` has memory for its buffers."""
+    """Choose the factors of LongRoPE as engines do: the long ones if the engine's context (`max_model_len`, tokens)
+    exceeds that of pretraining. Transformers would choose again by the longest sequence of every micro-batch."""
     for rotary in _longropes(hf):
         rotary(rotary.inv_freq, torch.tensor([[max_model_len - 1]], device=rotary.inv_freq.device))
         rotary.rope_type = "fixed"  # a type that transformers leaves alone
@@ -296,11 +292,8 @@ class BuiltPolicy(NamedTuple):
 
 
 def build_policy(cfg: RunConfig, context: ParallelContext) -> BuiltPolicy:
-    """Load or initialise the policy, sharded, masters in float32 (with LoRA: those of the adapters).
-
-    With `model.random_weights` they are drawn from `cfg.seed`, equally on every number of ranks. Raises ModelError for
-    missing or damaged files, or a kind of model we do not train.
-    """
+    """Load the policy (or draw it from `cfg.seed`), sharded, masters in float32 (with LoRA: those of the adapters).
+    Raises ModelError for missing or damaged files, or a kind of model we do not train."""
     meta = meta_model(cfg.model.path, cfg)
     if cfg.model.lora.rank:
         add_adapters(meta.hf, meta.blocks, cfg.model.lora, base_dtype=torch_dtype(cfg.model.compute_dtype))
@@ -332,7 +325,6 @@ def shard_and_load(
 ) -> LayoutFn:
     """Shard `root`, which holds the meta model, then give it memory and weights: no rank ever holds all of it.
 
-    A root whose parameters are all frozen is never computed with gradient, and its blocks are freed one by one.
     Returns the packed layout of its attention. Raises ModelError if the weights are missing or damaged.
     """
     hf, compute_dtype = meta.hf, torch_dtype(cfg.model.compute_dtype)
@@ -425,11 +417,8 @@ def _prepare_blocks(hf: PreTrainedModel, blocks: nn.ModuleList, cfg: RunConfig, 
 
 
 def _compile_options() -> dict[str, Any]:
-    """One compiled block for micro-batches of every size.
-
-    Left alone, inductor fuses the reductions of a norm's backward in large micro-batches only (5 MiB of elements, twice
-    as many tokens as hidden units), with a guard at each limit: the first smaller one stops the step for 4 to 14 s.
-    """
+    """One compiled block for micro-batches of every size. Left alone, inductor fuses the reductions of a norm's
+    backward in large ones only, with guards: the first smaller one recompiles for 4 to 14 s."""
     from torch._inductor import config
 
     name = "mix_order_reduction_non_strict_mode"  # not every version of torch has it
@@ -447,10 +436,7 @@ def allocate(root: nn.Module, hf: PreTrainedModel, device: torch.device, *, buff
 
 
 class ValueHead(nn.Module):
-    """v = h . w + b, always in float32: a value of half precision could not tell apart returns near 1.
-
-    It starts at 0, so every first value is 0 and the first advantages are those without a critic.
-    """
+    """v = h . w + b in float32: half precision could not tell apart returns near 1. It starts at 0."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

@@ -47,10 +47,8 @@ def host_memory(sizes: Sequence[int], *, block_bytes: int, is_pinned: bool) -> l
 
 
 class CpuOffload:
-    """The storages of some tensors, on the device or on the host. Not thread-safe.
-
-    Host memory is allocated at the first `to_host` and kept: page-locked, where the device can copy from it faster.
-    """
+    """The storages of some tensors, on the device or on the host. Not thread-safe. Host memory is allocated at the
+    first `to_host` and kept, page-locked where that is faster."""
 
     def __init__(self, tensors: Iterable[Tensor], *, backend: Backend, block_bytes: int = BLOCK_BYTES) -> None:
         """Tensors (or shards of DTensors) on other devices than the backend's stay: they are offloaded already."""

@@ -42,11 +42,10 @@ if TYPE_CHECKING:
 
 
 class PolicyTrainer:
-    """Model, optimizer and loss of one rank. Every public method is collective: all ranks must call it.
+    """Model, optimizer and loss of one rank, in the default process group. Every public method is collective.
 
-    The default process group must be open. On CPU the same seed, inputs and number of ranks give the same bits; other
-    numbers of ranks differ by float32 rounding only. On accelerators gradients may differ by rounding: see
-    `VarlenLayout`.
+    On CPU the same seed, inputs and number of ranks give the same bits; other numbers of ranks, and accelerators
+    (`VarlenLayout`), differ by rounding.
     """
 
     def __init__(self, cfg: RunConfig, *, device: torch.device, backend: Backend) -> None:
@@ -93,9 +92,8 @@ class PolicyTrainer:
     ) -> StepResult:
         """One optimizer step over this rank's micro-batches; every rank must have the same number of them.
 
-        The loss is the sum of weight x token loss over all ranks and micro-batches. In the first
-        `critic.warmup_steps` steps only the critic is trained; the policy's learning rate starts after them. A step
-        whose gradient is not finite is skipped on every rank: nothing is updated, and `skipped_steps` is 1.
+        The loss is the sum of weight x token loss over all ranks and micro-batches. The first `critic.warmup_steps`
+        train only the critic. A step whose gradient is not finite is skipped on every rank: nothing is updated.
 
         Args:
             version: of the policy before the step; None where every step before it made one.
@@ -103,9 +101,9 @@ class PolicyTrainer:
             num_loss_tokens: of the whole step; only a critic needs it.
 
         Raises:
-            GradientsDiverged: more than `learner.max_skipped_steps` gradients of policy or critic in a row are not
-                finite on any rank. No weight has been changed.
-            TrainingDiverged: a value or a log-prob of the reference is not finite on any rank; likewise.
+            GradientsDiverged: more than `learner.max_skipped_steps` gradients in a row are not finite.
+            TrainingDiverged: a value or a log-prob of the reference is not finite. Both on all ranks; no weight has
+                been changed.
             ValueError: no micro-batch, or one is malformed or younger than the weights.
         """
         if not micro_batches:
@@ -246,10 +244,8 @@ class PolicyTrainer:
             optimizer.zero_grad()
 
     def warmup_compile(self, batch: MicroBatch) -> None:
-        """Run every pass of a step over `batch`, of reference and critic too, for what is done once: compiling.
-
-        Weights, moments and the numbers of later steps stay as they were, and torch's cache gives the memory back.
-        """
+        """Compile: run every pass of a step over `batch`, of reference and critic too. Changes no number and gives
+        the memory back."""
         self.offload.require_onloaded("warmup_compile")
         if self._reference is not None:
             self._reference.logprobs([batch])
@@ -267,13 +263,12 @@ class PolicyTrainer:
         self._backend.release_cached()
 
     def save(self, path: Path, *, step: int) -> None:
-        """Write this rank's part of model and optimizer into the directory `path` (see `checkpoint.begin`), also while
-        they are on the host."""
+        """Write this rank's part into the directory `path` (see `checkpoint.begin`), also while it is offloaded."""
         save_sharded(path, self._optimizers, step=step, host_view=self.offload.host_view)
 
     def load(self, path: Path) -> int:
-        """Restore model and optimizer, also from another number of ranks; returns the step they were saved at. Raises
-        CheckpointError if a file is missing or truncated, or the checkpoint is of another model."""
+        """Restore model and optimizer, also from another number of ranks; returns their step. Raises CheckpointError
+        if a file is missing or truncated, or the checkpoint is of another model."""
         self.offload.require_onloaded("load")
         return load_sharded(path, self._optimizers)
 
@@ -284,10 +279,8 @@ class PolicyTrainer:
 
 
 def largest_micro_batch(cfg: RunConfig) -> MicroBatch:
-    """As large as one can be: sequences of the longest prompt and response, the last one cut to what is left.
-
-    Its loss is 0, because no token has weight.
-    """
+    """As large as one can be: sequences of the longest prompt and response, the last one cut to what is left. Its loss
+    is 0."""
     prompt = cfg.task.max_prompt_tokens
     longest = prompt + cfg.rollout.max_response_tokens
     num_tokens = max(longest, cfg.learner.max_tokens_per_micro_batch)

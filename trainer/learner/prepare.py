@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """What the policy is held near. It is read from `algorithm.kl.reference_model` or `model.path` (or the seed) again,
-    never from a checkpoint, so a resumed run has the reference that it began with."""
+    """What the policy is held near. Never read from a checkpoint, so a resumed run has the one that it began with."""
 
     def __init__(self, built: BuiltPolicy, *, key: str) -> None:
         """`built` may be the policy itself if it has adapters: they are switched off for every call. `key` names the
@@ -69,9 +68,8 @@ class Reference:
 def build_reference(cfg: RunConfig, built: BuiltPolicy, context: ParallelContext) -> Reference | None:
     """The reference that `algorithm.kl` asks for; None while its coefficient is 0.
 
-    With LoRA the first policy is the policy without its adapters and costs no memory. Otherwise the reference is a
-    second model in the compute dtype, sharded like the policy, and with `learner.reference_cpu_offload` kept on the
-    host. Raises ModelError if its weights cannot be loaded, or it knows fewer tokens than the policy.
+    With LoRA the first policy is the policy without its adapters. Otherwise it is a second model in the compute dtype,
+    sharded likewise. Raises ModelError if its weights cannot be loaded, or it knows fewer tokens than the policy.
     """
     kl = cfg.algorithm.kl
     if kl.coef == 0:
@@ -180,9 +178,8 @@ def reward_advantages(
 ) -> list[np.ndarray]:
     """Without a critic: what the estimator makes of penalized rewards. Collective.
 
-    An estimator of the reward-to-go sees the reward of every token; every other one the sum over the response, as it
-    sees the reward of the outcome otherwise. Rewards and advantages are float64[T] of every micro-batch, 0 outside
-    `loss_mask`.
+    An estimator of the reward-to-go sees the reward of every token, every other one the sum over the response. Rewards
+    and advantages are float64[T] of every micro-batch, 0 outside `loss_mask`.
     """
     traits = traits_of(config)
     if traits.reward_to_go:

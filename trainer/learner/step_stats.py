@@ -44,12 +44,10 @@ class StepResult:
     is_policy_changed: bool = True
     """Not where only the critic is trained, or the step was skipped."""
     model_flops: float | None = None
-    """Operations of the policy's forward and backward (`ModelFlops`): of this rank's micro-batches, from a
-    `LearnerGroup` of all ranks. The reference, a separate critic and the optimizer are not counted. None where the
-    policy was not trained, or its shapes are not enough to know."""
+    """Operations of the policy's forward and backward (`ModelFlops`), of this rank or of a whole `LearnerGroup`. None
+    where the policy was not trained, or its shapes are not enough to know."""
     peak_flops: float | None = None
-    """Operations per second that this rank's device can do, from a `LearnerGroup` all devices together; None if that is
-    not known."""
+    """Operations per second that the device (of a group: all devices) can do; None if unknown."""
 
 
 def sum_over_ranks(values: Tensor) -> list[float]:

@@ -216,10 +216,8 @@ def _read_into(part: LocalRows, view: SavedTensor, reader: safe_open, path: Path
 def init_weights(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
     """Fill the model from the seed: normal matrices, norms of one, biases of zero. Buffers stay unchanged.
 
-    Every rank draws the whole parameter on `device`, one at a time, and keeps its rows: the result does not depend on
-    the number of ranks, and no rank ever holds more than one whole parameter. Generators of different devices give
-    different numbers, so `device` is the one that computes, wherever the rows are kept: a reference that is kept on
-    the host still equals the first policy.
+    Every rank draws the whole parameter, one at a time, and keeps its rows: the number of ranks does not matter.
+    `device` is the one that computes, wherever the rows are kept: generators of different devices differ.
     """
     std = getattr(model.config.get_text_config(), "initializer_range", None)
     std = 0.02 if std is None else float(std)

@@ -114,7 +114,7 @@ def test_gdpo_tells_apart_what_grpo_values_alike() -> None:
 
 
 def reference(groups: Sequence[GroupRewards], config: AlgorithmConfig) -> list[list[float]]:
-    """Loops over answers, written from the papers' formulas and not from the code."""
+    """Loops over responses, written from the papers' formulas and not from the code."""
     rewards = [g.rewards_G.tolist() for g in groups]
     everything = [r for rs in rewards for r in rs]
     match config.advantage_estimator:
@@ -150,7 +150,7 @@ def reference(groups: Sequence[GroupRewards], config: AlgorithmConfig) -> list[l
 
 
 def over_tokens(values: Sequence[Sequence[float]], groups: Sequence[GroupRewards]) -> list[list[float]]:
-    """Every token written down with the value of its answer."""
+    """Every token written down with the value of its response."""
     lengths = [g.lengths_G.tolist() for g in groups]
     tokens = [v for vs, ns in zip(values, lengths, strict=True) for v, n in zip(vs, ns, strict=True) for _ in range(n)]
     return [[(v - fmean(tokens)) / max(pstdev(tokens), 1e-4) for v in vs] for vs in values]
@@ -160,15 +160,15 @@ def spread(rewards: Sequence[float], config: AlgorithmConfig) -> float:
     return stdev(rewards) + 1e-6 if config.normalize_by_std else 1.0
 
 
-def token_mean(answers: GroupRewards) -> float:
-    """Mean over tokens, each of which carries the reward of its answer."""
-    return fmean([r for r, n in zip(answers.rewards_G, answers.lengths_G, strict=True) for _ in range(n)])
+def token_mean(responses: GroupRewards) -> float:
+    """Mean over tokens, each of which carries the reward of its response."""
+    return fmean([r for r, n in zip(responses.rewards_G, responses.lengths_G, strict=True) for _ in range(n)])
 
 
-def weighted(answers: GroupRewards, index: int, weights: Mapping[str, float]) -> float:
+def weighted(responses: GroupRewards, index: int, weights: Mapping[str, float]) -> float:
     total = 0.0
     for name, weight in weights.items():
-        values = answers.parts_G[name].tolist()
+        values = responses.parts_G[name].tolist()
         total += weight * (values[index] - fmean(values)) / (stdev(values) + 1e-6)
     return total
 
@@ -201,14 +201,14 @@ def test_ragged_groups_agree_with_the_reference(name: str, seed: int, binary: bo
 
 
 @pytest.mark.parametrize("name", [n for n, c in CONFIGS.items() if ESTIMATORS[c.advantage_estimator].needs_peers])
-def test_equal_rewards_teach_nothing_where_answers_are_compared(name: str) -> None:
+def test_equal_rewards_teach_nothing_where_responses_are_compared(name: str) -> None:
     rewards = [0.7] * 5
-    answers = group(rewards, lengths=[1, 2, 3, 4, 5], parts={"correct": rewards, "format": [0.0] * 5})
-    close(advantages_of(answers, config=CONFIGS[name]), np.zeros((1, 5)))
+    responses = group(rewards, lengths=[1, 2, 3, 4, 5], parts={"correct": rewards, "format": [0.0] * 5})
+    close(advantages_of(responses, config=CONFIGS[name]), np.zeros((1, 5)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_step_of_one_answer_or_of_none_gives_finite_numbers(name: str) -> None:
+def test_a_step_of_one_response_or_of_none_gives_finite_numbers(name: str) -> None:
     assert step_advantages([], config=CONFIGS[name]) == []
     if not ESTIMATORS[CONFIGS[name].advantage_estimator].needs_peers:
         assert np.isfinite(advantages_of(group([3.0]), config=CONFIGS[name])).all()
@@ -218,7 +218,7 @@ def test_a_step_of_one_answer_or_of_none_gives_finite_numbers(name: str) -> None
 
 
 @pytest.mark.parametrize("name", [n for n, traits in ESTIMATORS.items() if traits.needs_peers])
-def test_one_answer_is_refused_with_the_key_to_change(name: AdvantageName) -> None:
+def test_one_response_is_refused_with_the_key_to_change(name: AdvantageName) -> None:
     with pytest.raises(ValueError, match=r"at least 2, got 1; raise rollout\.group_size"):
         step_advantages([group(REWARDS), group([1.0])], config=AlgorithmConfig(advantage_estimator=name))
 
@@ -290,15 +290,10 @@ def test_ragged_turns_agree_with_the_double_sum_whatever_the_values_of_context(s
         np.testing.assert_allclose(array, wanted, atol=1e-10)
 
 
-def test_a_long_answer_keeps_its_precision() -> None:
+def test_a_long_response_keeps_its_precision() -> None:
     size = 40_000
     advantages, _ = gae_advantages(np.eye(1, size, size - 1)[0], np.zeros(size), np.ones(size), gamma=1.0, lam=0.999)
     np.testing.assert_allclose(advantages[[0, -1]], [0.999 ** (size - 1), 1.0], rtol=1e-9)
-
-
-def test_a_trajectory_without_generated_tokens_has_zeros() -> None:
-    advantages, returns = gae_advantages([0.0, 0.0], [1.0, 2.0], [False, False], gamma=1.0, lam=1.0)
-    assert advantages.tolist() == returns.tolist() == [0.0, 0.0]
 
 
 def test_a_reward_on_context_a_value_of_nan_and_differing_shapes_are_refused() -> None:

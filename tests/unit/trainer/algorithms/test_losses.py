@@ -251,12 +251,6 @@ def test_a_clipped_token_has_no_gradient_and_is_counted_once() -> None:
     assert stats.ratio_max.item() == pytest.approx(max(ratios))
 
 
-def test_a_token_cut_by_clip_and_covariance_counts_once() -> None:
-    inputs = replace(inputs_of([0.5, 0.0], [1.0, 1.0]), selected_L=torch.tensor([True, True]))
-    _, stats = policy_loss(inputs, config=config_for("clip_cov"))
-    assert (stats.clipped_low.item(), stats.clipped_high.item()) == (0, 2)
-
-
 @pytest.mark.parametrize("loss", SELECTING_LOSSES)
 def test_covariance_losses_refuse_to_run_without_a_selection(loss: str) -> None:
     with pytest.raises(ValueError, match="selected_L is None"):

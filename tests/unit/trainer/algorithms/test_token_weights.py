@@ -7,29 +7,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainer.algorithms.token_weights import loss_weights, select_tokens, tie_break_draws, token_covariances
+from trainer.algorithms.token_weights import loss_weights, select_tokens, token_covariances
 from trainer.config.compose import load_config
 
-COUNTS = [1, 3, 0, 4]
 
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("token_mean", [1 / 8, 1 / 8, 0, 1 / 8]),
-        ("seq_mean_token_mean", [1 / 3, 1 / 9, 0, 1 / 12]),
-        ("seq_mean_token_sum", [1 / 3, 1 / 3, 0, 1 / 3]),
-        ("token_sum", [1, 1, 0, 1]),
-        ("seq_mean_token_sum_norm", [1 / 30, 1 / 30, 0, 1 / 30]),
-    ],
-)
-def test_weights_equal_the_closed_form(kind: str, expected: list[float]) -> None:
-    np.testing.assert_allclose(loss_weights(COUNTS, kind, norm_tokens=10), expected, rtol=1e-12)
-
-
-def test_dr_grpo_divides_every_answer_by_the_longest_that_is_allowed() -> None:
-    """The authors' masked sum over the generation budget, meaned over answers: no length counts, and the gradient is of
-    the size that a mean over tokens has, which `learner.max_grad_norm` is made for."""
+def test_dr_grpo_divides_every_response_by_the_longest_allowed_one() -> None:
+    """The authors' masked sum over the generation budget, meaned over responses: no length counts, and the gradient has
+    the size of a mean over tokens, which `learner.max_grad_norm` is made for."""
     config = load_config(["algorithm=dr_grpo", "rollout.max_response_tokens=8", "device=cpu"])
     algorithm, norm = config.algorithm, config.rollout.max_response_tokens
     assert not algorithm.normalize_by_std
@@ -96,10 +80,3 @@ def test_at_least_one_token_is_selected_and_none_of_none() -> None:
     for band in ({}, BAND):
         assert select_tokens(np.array([2.0, 3.0]), np.array([0.5, 0.4]), cov_frac=2e-4, **band).sum() == 1
         assert select_tokens(np.zeros(0), np.zeros(0), cov_frac=2e-4, **band).shape == (0,)
-
-
-def test_draws_depend_on_the_name_of_the_sample_only() -> None:
-    name = {"step": 3, "group_id": 7, "sample_index": 1}
-    np.testing.assert_array_equal(tie_break_draws(4, **name), tie_break_draws(4, **name))
-    for key in name:
-        assert (tie_break_draws(4, **name) != tie_break_draws(4, **{**name, key: 9})).all()

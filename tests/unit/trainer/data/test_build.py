@@ -1,5 +1,5 @@
-"""Groups become the batch of a step: nothing is lost, every token gets what its answer earned, and neither the split
-over ranks and micro-batches nor the cut of an answer into sequences changes anything."""
+"""Groups become the batch of a step: nothing is lost, every token gets what its response earned, and neither the split
+over ranks and micro-batches nor the cut of a response into sequences changes anything."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ from hypothesis import strategies as st
 
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn, random_groups
 from trainer.config.algorithm import ESTIMATORS, AlgorithmConfig, KlConfig
-from trainer.config.compose import load_config
-from trainer.config.presets import groups as groups_of_options
-from trainer.config.presets import packaged_configs
 from trainer.data.build import build_train_batch
 
 if TYPE_CHECKING:
@@ -192,7 +189,7 @@ def test_trajectories_that_break_the_contract_are_refused(turns: tuple[Turn, ...
         build(make_group([make_trajectory(0, turns=turns), make_trajectory(1)]))
 
 
-# What an answer earns
+# What a response earns
 
 
 def test_advantages_compare_within_a_group_and_failed_trajectories_take_no_part() -> None:
@@ -234,33 +231,11 @@ def test_overlong_shaping_is_part_of_the_reward_also_of_the_whole_step_and_of_a_
     assert last_advantages(build(replace(long), advantage_estimator="remax", **shaped)) == [1.0 - (0.0 - 1.0)]
 
 
-def test_reward_parts_must_be_the_same_for_every_answer_only_where_they_are_read() -> None:
+def test_reward_parts_must_be_the_same_for_every_response_where_they_are_read() -> None:
     odd = make_group([make_trajectory(0, reward_parts={"a": 1.0}), make_trajectory(1)])
     with pytest.raises(ValueError, match=r"trajectory 1 of prompt 'train/0' has the reward parts \[\]"):
         build(odd, advantage_estimator="gdpo")
     assert last_advantages(build(odd, **CENTRED)) == [-0.5, 0.5]
-
-
-@pytest.mark.parametrize("option", groups_of_options([packaged_configs()])["algorithm"])
-def test_every_shipped_algorithm_reaches_the_samples(option: str) -> None:
-    needed = {
-        "reinforce": "mode=sync",  # it is blind to the age of a sample
-        "opd": "algorithm.kl.reference_model=builtin:tiny",  # nobody else teaches
-    }.get(option, "seed=0")
-    algorithm = load_config([f"algorithm={option}", needed, "learner.max_tokens_per_micro_batch=65536"]).algorithm
-    answers = [
-        make_trajectory(i, num_tokens=i + 2, reward=r, reward_parts={"correct": r, "format": 1 - r / 2})
-        for i, r in enumerate([1.0, 0.0, 0.0])
-    ]
-    batch = build(replace(make_group(answers), baseline=make_trajectory(3, reward=0.5)), config=algorithm)
-    if algorithm.finishes_on_ranks:
-        assert [float(rewards.sum()) for (rewards,) in sequences(batch, "token_rewards")] == [1.0, 0.0, 0.0]
-        return
-    best, *others = last_advantages(batch)
-    if option == "opd":
-        assert [best, *others] == [0.0, 0.0, 0.0], "the learner takes the KL off"
-        return
-    assert best > 0 >= others[0] == others[1]
 
 
 # Rewards of turns, and greedy baselines
@@ -309,7 +284,7 @@ def test_remax_compares_with_the_baseline_which_is_never_trained_and_others_igno
     assert content(build(pair)) == content(build(replace(pair, baseline=baseline)))
 
 
-# Answers of several token sequences
+# Responses of several token sequences
 
 LINEAR = tuple(
     make_turn(context, segments, first_token=100 * number, reward=reward)
@@ -358,7 +333,7 @@ def trained(batch: TrainBatch, *names: str) -> list[tuple[Any, ...]]:
     st.sampled_from(AGGREGATIONS),
     st.integers(1, 3),
 )
-def test_where_an_answer_is_cut_changes_nothing_of_its_tokens(
+def test_where_a_response_is_cut_changes_nothing_for_its_tokens(
     places: set[int], name: str, aggregation: str, ranks: int
 ) -> None:
     how = {
@@ -383,7 +358,7 @@ def test_turns_are_rewarded_at_their_last_token_and_the_outcome_at_the_last_of_a
     assert not micro.advantages.any()
 
 
-def test_every_sequence_knows_its_answer_among_the_scored_ones() -> None:
+def test_every_sequence_knows_its_response_among_the_scored_ones() -> None:
     """Failed trajectories have no number; empty ones have one, and are not trained."""
     (batch,) = [cut_batch({2}, kl=IN_REWARD)]
     found = [(int(m.response_index[i]), r) for m in micro_batches(batch) if m.response_index is not None
@@ -397,6 +372,8 @@ def test_every_sequence_knows_its_answer_among_the_scored_ones() -> None:
         make_group([make_trajectory(i, reward=float(10 + i)) for i in range(3)], group_id=1),
     ]
     batch = build(*groups, kl=IN_REWARD, num_ranks=2, max_tokens=8)
+    final = build(*groups, kl=KlConfig(coef=0.1))
+    assert final.group_rewards is None and all(m.token_rewards is None for m in micro_batches(final))
     assert batch.group_rewards is not None
     assert [group.rewards_G.tolist() for group in batch.group_rewards] == [[7.0, 2.25], [10.0, 11.0, 12.0]]
     flat = np.concatenate([group.rewards_G for group in batch.group_rewards])
@@ -404,17 +381,6 @@ def test_every_sequence_knows_its_answer_among_the_scored_ones() -> None:
     sums = np.concatenate([np.add.reduceat(m.token_rewards, m.cu_seqlens[:-1]) for m in micro_batches(batch)])
     assert sorted(seen[seen >= 0].tolist()) == [1, 2, 3, 4]
     np.testing.assert_allclose(sums[seen >= 0], flat[seen[seen >= 0]])
-
-
-@pytest.mark.parametrize("advantage", ["reinforce", "remax"])
-def test_groups_list_whole_responses_and_only_where_the_learner_finishes_the_advantages(advantage: str) -> None:
-    group = make_group([in_turns(i, 0.5, -0.25, outcome=2.0) for i in range(2)])
-    pending = build(group, advantage_estimator=advantage, kl=IN_REWARD)
-    assert pending.group_rewards is not None
-    assert [one.rewards_G.tolist() for one in pending.group_rewards] == [[2.25, 2.25]]
-    final = build(make_group([make_trajectory(i) for i in range(4)]), kl=KlConfig(coef=0.1))
-    assert final.group_rewards is None
-    assert all(m.token_rewards is None and m.advantages.any() for m in micro_batches(final))
 
 
 # Tokens selected for their covariance

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.batch import balance, first_fit_decreasing, plan_micro_batches
+from trainer.data.batch import balance, plan_micro_batches
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
 FEW_LENGTHS = st.lists(st.integers(1, 20), max_size=6)
@@ -16,10 +16,6 @@ FEW_LENGTHS = st.lists(st.integers(1, 20), max_size=6)
 
 def flat(plan: list[list[list[int]]]) -> list[int]:
     return [i for rank in plan for members in rank for i in members]
-
-
-def fits(lengths: list[int], bins: tuple[int, ...], max_tokens: int) -> bool:
-    return all(sum(n for n, b in zip(lengths, bins, strict=True) if b == chosen) <= max_tokens for chosen in bins)
 
 
 @given(lengths=LENGTHS, num_ranks=st.integers(1, 6), max_tokens=st.integers(1, 100))
@@ -50,14 +46,6 @@ def test_the_fullest_rank_is_within_four_thirds_of_the_best_assignment(lengths: 
     )
     fullest = max(sum(lengths[i] for i in m) for m in balance(lengths, num_ranks=num_ranks))
     assert 3 * fullest <= 4 * best
-
-
-@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=5), max_tokens=st.integers(20, 40))
-def test_there_are_hardly_more_micro_batches_than_needed(lengths: list[int], max_tokens: int) -> None:
-    num_bins = len(first_fit_decreasing(lengths, range(len(lengths)), max_tokens=max_tokens))
-    assignments = product(range(len(lengths)), repeat=len(lengths))
-    fewest = min(len(set(bins)) for bins in assignments if fits(lengths, bins, max_tokens))
-    assert 9 * num_bins <= 11 * fewest + 6
 
 
 @pytest.mark.parametrize(
