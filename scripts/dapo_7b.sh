@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# DAPO on Qwen2.5-7B with DAPO-Math-17k (configs/dapo_7b.yaml): 4 learners beside 4 engines, on one host with 8 accelerators.
+# DAPO on Qwen2.5-7B with DAPO-Math-17k (configs/dapo_7b.yaml): 4 learners next to 4 engines, on one host with 8 accelerators.
 # Model and data come from the Hugging Face hub on first use. docs/benchmarks.md says which runs have been made.
-# Usage: scripts/dapo_7b.sh [KEY=VALUE ...]      e.g. run_dir=runs/dapo (the same command then goes on after a stop)
+# Usage: scripts/dapo_7b.sh [KEY=VALUE ...]      e.g. run_dir=runs/dapo (the same command then continues after a stop)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 die() { printf 'dapo_7b: %s\n' "$*" >&2; exit 2; }

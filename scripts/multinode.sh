@@ -46,11 +46,11 @@ print("\n".join(f"export {v.name}=${{{v.name}-{shlex.quote(v.value)}}}" for v in
 EOF
 ) || die "Tandem does not import in $python; install it on every node, or set PYTHON"
 eval "$wanted"
-# Ray hides the devices from processes that ask for none, unless it is told not to.
+# Ray hides the devices from processes that ask for none, unless this is set.
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=${RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO:-0}
 
-# Whoever reaches a cluster without a token can run code on it. Every node needs the same one, and Ray does not say which
-# mode a cluster has: so both are said here.
+# Whoever reaches a cluster without a token can run code on it. Every node needs the same one, and Ray does not report which
+# mode a cluster has: so both are set here.
 if [ -z "${RAY_AUTH_MODE:-}" ] && "$python" -c 'from ray.scripts.scripts import get_auth_token' 2>/dev/null; then
   export RAY_AUTH_MODE=token
 fi
@@ -86,7 +86,7 @@ trap stop EXIT
 trap 'pass_on INT 130' INT
 trap 'pass_on TERM 143' TERM
 
-# Becomes Python, told to end (TERM) by the kernel when this script is gone: after kill -9 nobody else could.
+# Becomes Python, ended (TERM) by the kernel when this script is gone: after kill -9 nobody else could.
 become_python() {
   exec "$python" -c '
 import ctypes, os, signal, sys
@@ -123,15 +123,15 @@ EOF
 
 if [ "$role" = head ]; then
   address=${TANDEM_HOST:-$("$python" -c 'from weight_sync.node import reachable_host; print(reachable_host())')}
-  # What is wrong with the configuration is told now, and not when all nodes are there.
-  told=$("$python" -m trainer "$@" "ray.address=$address:$port" --cfg job 2>&1 >/dev/null) || {
-    printf '%s\n' "$told" >&2
+  # Problems of the configuration are reported now, and not when all nodes are there.
+  problems=$("$python" -m trainer "$@" "ray.address=$address:$port" --cfg job 2>&1 >/dev/null) || {
+    printf '%s\n' "$problems" >&2
     exit 2
   }
   begin --head --node-ip-address "$address" --port "$port" --include-dashboard=false
   say "waiting for $num_nodes nodes; on each of the others: scripts/multinode.sh worker $address"
   found=0
-  # Until our own Ray says that it runs, whoever answers at this port is another cluster.
+  # Until our Ray reports that it runs, whoever responds at this port is another cluster.
   until is_up && found=$(num_alive "$address:$port") && [ "$found" -ge "$num_nodes" ]; do
     need_daemon
     [ $SECONDS -lt $give_up ] || die "only $found of $num_nodes nodes joined within TANDEM_NODES_TIMEOUT_S=$limit_s s; look at the others, or ask for fewer"
@@ -150,7 +150,7 @@ begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
 say "waiting for $head:$port"
 until is_up; do
   if grep -q InvalidAuthToken "$log"; then die "the head has another Ray token: copy its ~/.ray/auth_token to this node"; fi
-  [ $SECONDS -lt $give_up ] || die "no cluster at $head:$port within $limit_s s; $log says why"
+  [ $SECONDS -lt $give_up ] || die "no cluster at $head:$port within $limit_s s; $log has the reason"
   # Where no head listens yet Ray gives up by itself, at once or after minutes: the head may start later than we do.
   kill -0 "$daemon" 2>/dev/null || begin --address "$head:$port" ${TANDEM_HOST:+--node-ip-address "$TANDEM_HOST"}
   sleep 1

@@ -1,6 +1,6 @@
 """Everything a user can get wrong: a clear message, exit code 2, and nothing left behind.
 
-Each row runs in a world of its own (working directory, home, temporary files, caches), which is compared before and
+Each row runs in a separate world (working directory, home, temporary files, caches), which is compared before and
 after. What a row expects are words of the message: the thing, what it got, what to do. Most rows call `main`; those of
 `PROCESSES` are real `python -m trainer`, for what only a process shows: what it imports, and what it leaves behind.
 """

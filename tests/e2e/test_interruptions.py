@@ -36,7 +36,7 @@ SMALL = (
     "checkpoint.export_hf=false",
 )
 REWARD = "def reward(*, prompt, response, answer, metadata):\n    return float(response == answer)\n"
-"""A user's function, so that it runs in a process of its own."""
+"""A custom function, so that it runs in a separate process."""
 ENDLESS = "trainer.total_steps=100000"
 LONG_EVALUATION = ("trainer.eval_at_end=true", "trainer.eval_samples=64", "trainer.eval_temperature=1")
 

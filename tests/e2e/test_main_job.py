@@ -123,7 +123,7 @@ def test_the_trace_shows_weights_moving_while_groups_are_generated(job: TrainerP
     assert any(g[0] < s[1] and s[0] < g[1] for s in steps for g in groups), "generation and training never overlap"
 
 
-def test_the_trace_says_where_the_time_of_the_start_went(job: TrainerProcess) -> None:
+def test_the_trace_shows_where_the_time_of_the_start_went(job: TrainerProcess) -> None:
     events = json.loads((job.run_dir / "trace.json").read_text())
     stages = {event["name"]: event["args"] for event in events if event.get("cat") == "start" and event["ph"] == "b"}
     assert {"starting Ray", "starting engines and learners", "rollout_worker_0"} < stages.keys()
@@ -159,7 +159,7 @@ def spans(events: list[dict[str, Any]], prefix: str) -> list[tuple[float, float]
     return found
 
 
-def test_the_run_directory_tells_the_whole_story(job: TrainerProcess) -> None:
+def test_the_run_directory_has_the_whole_story(job: TrainerProcess) -> None:
     run_dir, summary = job.run_dir, job.summary
     assert summary["exit_reason"] == "completed"
     assert (summary["steps"], summary["version"], summary["error"]) == (STEPS, STEPS, "")

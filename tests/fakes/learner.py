@@ -43,16 +43,9 @@ if TYPE_CHECKING:
 
 VOCAB = 61
 TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**TINY, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**TINY, head_dim=12),
@@ -93,33 +86,42 @@ def drawn_config(model_dir: Path, **learner: Any) -> RunConfig:
 
 def sequences(num: int, *, seed: int = 0, longest: int = 23) -> list[MicroBatch]:
     """`num` single-sequence batches whose weights are those of one step over all of them."""
-    rng = np.random.default_rng(seed)
-    parts = []
+    rng, parts = np.random.default_rng(seed), []
     for _ in range(num):
         length = int(rng.integers(3, longest + 1))
         mask = np.zeros(length, bool)
         mask[int(rng.integers(1, length - 1)) :] = True
-        parts.append(
-            MicroBatch(
-                cu_seqlens=np.array([0, length], np.int32),
-                token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
-                loss_mask=mask,
-                behavior_logprobs=np.where(mask, rng.normal(-4, 0.3, length), 0).astype(np.float32),
-                versions=np.where(mask, 0, -1).astype(np.int32),
-                advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
-                loss_weights=mask.astype(np.float32),
-            )
-        )
-    total = sum(int(p.loss_mask.sum()) for p in parts)
-    return [replace(p, loss_weights=p.loss_weights / np.float32(total)) for p in parts]
+        part = one_sequence(rng, mask)
+        parts.append(replace(part, advantages=np.where(mask, rng.normal(), 0).astype(np.float32)))
+    return weighted(parts)
+
+
+def one_sequence(rng: np.random.Generator, mask: np.ndarray, **more: Any) -> MicroBatch:
+    """Without advantages; every loss token of version 0 and of weight 1."""
+    length = len(mask)
+    return MicroBatch(
+        cu_seqlens=np.array([0, length], np.int32),
+        token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, rng.normal(-4, 0.3, length), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=np.zeros(length, np.float32),
+        loss_weights=mask.astype(np.float32),
+        **more,
+    )
+
+
+def weighted(parts: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """As one step over all of them."""
+    total = np.float32(sum(int(part.loss_mask.sum()) for part in parts))
+    return [replace(part, loss_weights=part.loss_weights / total) for part in parts]
 
 
 def pack(parts: Sequence[MicroBatch]) -> MicroBatch:
-    lengths = [len(p.token_ids) for p in parts]
-    arrays = {
-        name: np.concatenate([getattr(p, name) for p in parts])
-        for name in ("token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages", "loss_weights")
-    }
+    lengths = [len(part.token_ids) for part in parts]
+    names = ["token_ids", "loss_mask", "behavior_logprobs", "versions", "advantages", "loss_weights"]
+    names += [name for name in ("token_rewards", "response_index") if getattr(parts[0], name) is not None]
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     return MicroBatch(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), **arrays)
 
 

@@ -1,4 +1,4 @@
-"""An actor without Ray, for virtual time: `.method.remote(...)`, and an answer that comes later, in this event loop."""
+"""An actor without Ray, for virtual time: `.method.remote(...)`, and a result that comes later, in this event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Ref:
-    """A remote call's answer, which `future` has or will have."""
+    """A remote call's result, which `future` has or will have."""
 
     def __init__(self, future: Future[Any], task: asyncio.Task[Any] | None = None) -> None:
         self._future = future

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.fakes.learner import VOCAB, pack, run_config, without_loss
+from tests.fakes.learner import one_sequence, run_config, weighted, without_loss
 from trainer.algorithms.advantages import GroupRewards
 from trainer.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
-from trainer.data.batch import MicroBatch
 from trainer.learner.prepare import less_kl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     import torch
 
     from trainer.config.schema import RunConfig
+    from trainer.data.batch import MicroBatch
     from trainer.learner.policy import PolicyTrainer
 
 GROUP_SIZE = 2
@@ -29,42 +28,24 @@ def rewarded(num: int, *, seed: int = 0) -> tuple[list[MicroBatch], dict[str, An
     """`num` single-sequence batches (prompt, turn, context, turn) in groups of two, and what
     `train_step` has to know of their step."""
     rng = np.random.default_rng(seed)
-    parts = [_sequence(rng, answer) for answer in range(num)]
-    total = sum(int(p.loss_mask.sum()) for p in parts)
-    parts = [replace(p, loss_weights=p.loss_weights / np.float32(total)) for p in parts]
+    parts = weighted([_sequence(rng, response) for response in range(num)])
     sums = np.array([p.token_rewards.astype(np.float64).sum() for p in parts if p.token_rewards is not None])
     lengths = np.array([int(p.loss_mask.sum()) for p in parts])
     groups = tuple(
         GroupRewards(rewards_G=sums[i : i + GROUP_SIZE], lengths_G=lengths[i : i + GROUP_SIZE], baseline=0.25)
         for i in range(0, num, GROUP_SIZE)
     )
-    return parts, {"group_rewards": groups, "num_loss_tokens": total}
+    return parts, {"group_rewards": groups, "num_loss_tokens": int(lengths.sum())}
 
 
-def _sequence(rng: np.random.Generator, answer: int) -> MicroBatch:
+def _sequence(rng: np.random.Generator, response: int) -> MicroBatch:
     kinds = [(False, 1), (True, 1), (False, 0), (True, 1)]
     mask = np.concatenate([np.full(int(rng.integers(low, 6)), kind) for kind, low in kinds])
     mask[0] = False
-    length, generated = len(mask), np.flatnonzero(mask)
-    rewards = np.zeros(length, np.float32)
+    generated, rewards = np.flatnonzero(mask), np.zeros(len(mask), np.float32)
     rewards[generated[len(generated) // 2]] = rng.normal()
     rewards[generated[-1]] += rng.normal()
-    return MicroBatch(
-        cu_seqlens=np.array([0, length], np.int32),
-        token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
-        loss_mask=mask,
-        behavior_logprobs=np.where(mask, rng.normal(-4, 0.3, length), 0).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        advantages=np.zeros(length, np.float32),
-        loss_weights=mask.astype(np.float32),
-        token_rewards=rewards,
-        response_index=np.array([answer], np.int32),
-    )
-
-
-def pack_rewarded(parts: Sequence[MicroBatch]) -> MicroBatch:
-    names = ("token_rewards", "response_index")
-    return replace(pack(parts), **{name: np.concatenate([getattr(one, name) for one in parts]) for name in names})
+    return one_sequence(rng, mask, token_rewards=rewards, response_index=np.array([response], np.int32))
 
 
 def paid(batch: MicroBatch, reference_T: np.ndarray, kl: KlConfig) -> np.ndarray:

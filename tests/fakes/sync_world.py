@@ -150,7 +150,7 @@ class LocalReplica:
         return CommitResult(results=results, pause_s=time.monotonic() - started)
 
     def _in_turn(self, worker: int, name: str, args: tuple[object, ...]) -> bytes:
-        """A worker answers its calls one after the other, also abandoned ones."""
+        """A worker takes its calls one after the other, also abandoned ones."""
         with self._turns[worker]:
             return getattr(self.services[worker], name)(*args)
 

@@ -26,7 +26,7 @@ LOOK_EVERY_S = 0.2
 
 
 class TrainerProcess:
-    """Starts at once, in a session of its own. `close` stops whatever still runs."""
+    """Starts at once, in a new session. `close` stops whatever still runs."""
 
     def __init__(self, run_dir: Path, *overrides: str, cache: Path, directory: Path = ROOT) -> None:
         self.run_dir = run_dir

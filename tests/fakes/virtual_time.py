@@ -47,7 +47,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        """Here and now. asyncio would wait for a thread of its own, of which the clock knows nothing."""
+        """Here and now. asyncio would wait for a separate thread, of which the clock knows nothing."""
         executor: Any = getattr(self, "_default_executor", None)
         if executor is not None:
             executor.shutdown()

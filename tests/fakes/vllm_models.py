@@ -91,7 +91,7 @@ def main(kind: str, root: Path, cases: list[str]) -> None:
     from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 
     # As vLLM's CPU worker does, since the loader calls it on every platform. vLLM also looks at each model class in a
-    # process of its own (10 s), and its loader collects garbage (0.4 s).
+    # separate process (10 s), and its loader collects garbage (0.4 s).
     torch.accelerator.empty_cache = lambda: None
     registry: Any = import_module("vllm.model_executor.models.registry")
     registry._run_in_subprocess = lambda function: function()

@@ -1,4 +1,4 @@
-"""A reward that keeps the contract, and others that do not; each in a process of its own, so nothing heavy here."""
+"""A reward that keeps the contract, and others that do not; each in a separate process, so nothing heavy here."""
 
 from __future__ import annotations
 

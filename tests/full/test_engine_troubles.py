@@ -50,8 +50,8 @@ def spec(model_dir: Path, **changes: object) -> EngineSpec:
     return make_spec(model_dir, **{"max_num_seqs": 8, "stream_interval": 4, **changes})
 
 
-async def test_an_engine_that_does_not_start_says_why(vllm_model: Path) -> None:
-    """vLLM itself only says: engine core initialization failed, see root cause above. The cause is looked up in what
+async def test_an_engine_that_does_not_start_reports_why(vllm_model: Path) -> None:
+    """vLLM itself only reports: engine core initialization failed, see root cause above. The cause is looked up in what
     was printed, which goes to a file in an actor, and here by way of pytest."""
     with pytest.raises(RuntimeError, match="engine did not start: ValueError: To serve at least one request") as caught:
         await VllmEngine(spec(vllm_model, kv_cache_gib=0.001)).start()
@@ -126,7 +126,7 @@ def test_a_worker_that_hangs_does_not_outlive_the_kill_of_its_engine(owner: subp
                 one.kill()
 
 
-async def test_an_engine_whose_process_is_stopped_says_that_it_stands_still(vllm_model: Path) -> None:
+async def test_an_engine_whose_process_is_stopped_reports_that_it_makes_no_progress(vllm_model: Path) -> None:
     engine = VllmEngine(spec(vllm_model))
     await engine.start()
     try:
@@ -149,7 +149,7 @@ async def test_an_engine_whose_process_is_stopped_says_that_it_stands_still(vllm
             seen = engine.status().generated_tokens
             await asyncio.sleep(2.0)
             assert engine.status().generated_tokens == seen
-            assert engine.load().still_s >= 2.0, "its own event loop answers all the same"
+            assert engine.load().still_s >= 2.0, "its event loop responds all the same"
         finally:
             core.send_signal(signal.SIGCONT)
         async with asyncio.timeout(60.0):

@@ -19,7 +19,7 @@ from tests.fakes.learner import (
     save_tiny,
     sequences,
 )
-from tests.fakes.rewarded import config, filler, pack_rewarded, rewarded
+from tests.fakes.rewarded import config, filler, rewarded
 from trainer.learner.policy import largest_micro_batch
 
 if TYPE_CHECKING:
@@ -68,8 +68,6 @@ def test_after_a_rehearsal_no_step_waits_for_the_compiler(
         rehearsed = counters["stats"]["unique_graphs"]
         assert rehearsed > before
         (parts, rewards), (one, of_one) = rewarded(4), rewarded(2, seed=1)
-        for step, (batch, given) in enumerate(
-            ((pack_rewarded(parts), rewards), (pack_rewarded(one[:1]), of_one), (filler(), rewards))
-        ):
+        for step, (batch, given) in enumerate(((pack(parts), rewards), (pack(one[:1]), of_one), (filler(), rewards))):
             learner.train_step([batch], step=step, **given)
         assert counters["stats"]["unique_graphs"] == rehearsed

@@ -54,7 +54,7 @@ class InProcess:
         self.engine = engine
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        raise AssertionError(f"nobody gives a request up here, but {request_ids} were")
+        raise AssertionError(f"no request is given up here, but {request_ids} were")
 
     async def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
@@ -79,8 +79,8 @@ class InProcess:
 
 
 async def adaptive_concurrency_keeps_what_runs_in_the_cache(engine: VllmEngine) -> None:
-    """The loop closed, on a real engine: 4 answers of 1,500 tokens at a time where 2 fit. The limit comes down, and
-    every answer is whole."""
+    """The loop closed, on a real engine: 4 responses of 1,500 tokens at a time where 2 fit. The limit comes down, and
+    every response is whole."""
     spec = WorkerSpec(
         group_size=1, sampling=LONG, request_timeout_s=300.0, seed=0, concurrency=LimitRange(lowest=1, highest=4)
     )
@@ -122,7 +122,7 @@ def count_preemptions(engine: VllmEngine) -> list[int]:
 
 
 async def what_commits_recompute_is_no_preemption(engine: VllmEngine) -> None:
-    """Two answers that fit into the cache are computed again at each of three commits."""
+    """Two responses that fit into the cache are computed again at each of three commits."""
     before, counts = engine.load().num_preemptions, count_preemptions(engine)
     running = [asyncio.create_task(generate(engine, number)) for number in (10, 11)]
     async with asyncio.timeout(200):

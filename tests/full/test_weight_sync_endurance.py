@@ -1,4 +1,4 @@
-"""Many syncs: parties that dawdle, and memory that does not grow."""
+"""Many syncs: slow parties, and memory that does not grow."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class Tardy:
         self.name = getattr(party, "name", None)
 
     async def call(self, method: str, *args: object, timeout_s: float) -> Any:
-        await self._dawdle()
+        await self._wait()
         return await self._party.call(method, *args, timeout_s=timeout_s)
 
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
-        await self._dawdle()
+        await self._wait()
         return await self._party.commit(version, method, *args, timeout_s=timeout_s)
 
-    async def _dawdle(self) -> None:
+    async def _wait(self) -> None:
         await asyncio.sleep(self._random.uniform(0.0, DELAY_S))
 
 
@@ -96,7 +96,7 @@ async def sync_with_delays(
         await coordinator.close()
 
 
-async def test_five_hundred_syncs_of_parties_that_dawdle_end_in_time_and_bit_for_bit() -> None:
+async def test_five_hundred_syncs_of_slow_parties_end_in_time_and_bit_for_bit() -> None:
     publishers = [LocalPublisher(rank, NUM_RANKS, full_weights(0)) for rank in range(NUM_RANKS)]
     replicas = [LocalReplica("r0"), LocalReplica("r1")]
     await sync_with_delays(publishers, replicas, num_syncs=NUM_SYNCS, deadline_s=DEADLINE_S)

@@ -43,16 +43,16 @@ def make_spec(folder: Path, **changes: Any) -> EngineSpec:
     )  # fmt: skip
 
 
-async def answer(engine: VllmEngine, name: str) -> tuple[list[int], np.ndarray]:
+async def respond(engine: VllmEngine, name: str) -> tuple[list[int], np.ndarray]:
     found = await asyncio.wait_for(collect(engine, name, GREEDY, np.array(PROMPT, np.int32)), 60)
     return list(found.tokens), found.logprobs
 
 
-async def answer_of_fresh(folder: Path, **changes: Any) -> tuple[list[int], np.ndarray]:
+async def response_of_fresh(folder: Path, **changes: Any) -> tuple[list[int], np.ndarray]:
     engine = VllmEngine(make_spec(folder, **changes))
     await engine.start()
     try:
-        return await answer(engine, "fresh")
+        return await respond(engine, "fresh")
     finally:
         await engine.close()
 
@@ -67,8 +67,8 @@ async def test_an_engine_wakes_with_the_weights_that_were_trained_while_it_slept
 ) -> None:
     write_checkpoints(tmp_path, config, std=0.2)
     full = {which: load_file(tmp_path / which / "model.safetensors") for which in ("old", "new")}
-    expected = {which: await answer_of_fresh(tmp_path / which, env=env) for which in full}
-    assert expected["old"][0] != expected["new"][0], "both checkpoints answer the same; nothing would be tested"
+    expected = {which: await response_of_fresh(tmp_path / which, env=env) for which in full}
+    assert expected["old"][0] != expected["new"][0], "both checkpoints give the same responses; nothing would be tested"
     engine = VllmEngine(make_spec(tmp_path / "old", sleep_level=2, env=env))
     await engine.start()
     try:
@@ -86,7 +86,7 @@ async def test_an_engine_wakes_with_the_weights_that_were_trained_while_it_slept
                 await coordinator.publish(version)
                 await coordinator.sync(version)
                 await coordinator.self_test()
-                tokens, logprobs = await answer(engine, f"{commit}-{version}")
+                tokens, logprobs = await respond(engine, f"{commit}-{version}")
                 assert tokens == expected[which][0]
                 np.testing.assert_array_equal(logprobs, expected[which][1])
             await coordinator.close()

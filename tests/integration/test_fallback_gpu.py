@@ -119,7 +119,7 @@ async def check(home: Path, config: PretrainedConfig, engine_changes: dict[str, 
         engine.shutdown()
         del engine
         gc.collect()  # its finalizer must not run after the interpreter has torn vLLM down
-    assert found["loaded old"] != found["loaded new"], "both checkpoints answer the same; nothing was tested"
+    assert found["loaded old"] != found["loaded new"], "both checkpoints give the same responses; nothing was tested"
     for commit in ("staged", "inplace"):
         assert found[f"{commit} 1"] == found["loaded new"], f"{commit}: other log-probs than a fresh engine"
         assert found[f"{commit} 2"] == found["loaded old"]

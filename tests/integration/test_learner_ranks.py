@@ -31,7 +31,7 @@ from tests.fakes.learner import (
     without_loss,
 )
 from tests.fakes.patience import PATIENT_TEST_S
-from tests.fakes.rewarded import all_weights, config, filler, pack_rewarded, rewarded
+from tests.fakes.rewarded import all_weights, config, filler, rewarded
 from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, RejectConfig
 from trainer.errors import CheckpointError, TrainingDiverged
 from trainer.learner import critic, prepare
@@ -218,8 +218,8 @@ def _is_taught(name: str) -> bool:
 def _share(parts: list[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches of this rank: an uneven split, with a filler."""
     if dist.get_world_size() == 1:
-        return [pack_rewarded(parts)]
-    split = ([pack_rewarded(parts[:1]), pack_rewarded(parts[1:4])], [pack_rewarded(parts[4:]), filler()])
+        return [pack(parts)]
+    split = ([pack(parts[:1]), pack(parts[1:4])], [pack(parts[4:]), filler()])
     return split[dist.get_rank()]
 
 
@@ -235,7 +235,7 @@ def _train(learner: PolicyTrainer, first: int, num_steps: int) -> dict[str, floa
 def _work(directory: Path, name: str) -> dict[str, Any]:
     """Train, look at everything, and continue."""
     learner = make_learner(_critic_config(directory, name))
-    whole = pack_rewarded(rewarded(8, seed=99)[0])
+    whole = pack(rewarded(8, seed=99)[0])
     initial = reference_logprobs(learner, whole) if _is_taught(name) else logprobs(learner, whole)
     metrics = _train(learner, 0, STEPS)
     found = {
@@ -260,7 +260,7 @@ def _resumed(directory: Path, name: str, path: Path) -> dict[str, Any]:
     parts, step_rewards = rewarded(8, seed=99)
     found: dict[str, Any] = {
         "weights": all_weights(learner),
-        "reference": reference_logprobs(learner, pack_rewarded(parts)),
+        "reference": reference_logprobs(learner, pack(parts)),
         "gradients": gradients(learner, _share(parts), **step_rewards),
     }
     _train(learner, STEPS, 1)
@@ -376,7 +376,7 @@ def _divergence_job(directory: Path) -> dict[str, Any]:
     for name, (keys, _) in BAD_CASES.items():
         learner = make_learner(config(directory / "model", **keys))
         parts, step_rewards = rewarded(8)
-        mine = [pack_rewarded(parts[:3])] if dist.get_rank() == 0 else [pack_rewarded(parts[3:])]
+        mine = [pack(parts[:3])] if dist.get_rank() == 0 else [pack(parts[3:])]
         mine = [replace(batch, advantages=batch.loss_mask.astype(np.float32)) for batch in mine]
         before, error_text = all_weights(learner), "nothing was raised"
         try:

@@ -172,11 +172,11 @@ async def coordinator(rig: Rig) -> AsyncIterator[SyncCoordinator]:
     await coordinator.close()
 
 
-def reference(rig: Rig, prompt: np.ndarray, answer: Response, labels: list[int]) -> np.ndarray:
+def reference(rig: Rig, prompt: np.ndarray, response: Response, labels: list[int]) -> np.ndarray:
     """Log-prob of every token by the model of its label, over a KV cache that earlier versions have written."""
     cache, picked = DynamicCache(), []
     inputs = torch.from_numpy(prompt.astype(np.int64))[None]
-    for token, version in zip(answer.tokens, labels, strict=True):
+    for token, version in zip(response.tokens, labels, strict=True):
         with torch.no_grad():
             logits = rig.models[version](inputs, past_key_values=cache, use_cache=True).logits[0, -1]
         picked.append(float(torch.log_softmax(logits, -1)[token]))
@@ -200,11 +200,11 @@ async def test_engine_has_the_adapter_bit_for_bit_and_only_the_adapter_moves(
             assert report.nbytes == ADAPTER_BYTES, "adapters and nothing else"
         assert report.nbytes < 2 * ADAPTER_BYTES
         prompt = random_prompt(version)
-        answer = await ask(rig, f"v{version}", prompt)
-        assert set(answer.labels) == {version}
-        np.testing.assert_allclose(answer.logprobs, reference(rig, prompt, answer, answer.labels), atol=2e-3)
-        other = reference(rig, prompt, answer, [max(1, version - 1)] * len(answer.tokens))
-        assert version == 1 or np.abs(answer.logprobs - other).max() > 0.3, "another adapter would be noticed"
+        response = await ask(rig, f"v{version}", prompt)
+        assert set(response.labels) == {version}
+        np.testing.assert_allclose(response.logprobs, reference(rig, prompt, response, response.labels), atol=2e-3)
+        other = reference(rig, prompt, response, [max(1, version - 1)] * len(response.tokens))
+        assert version == 1 or np.abs(response.logprobs - other).max() > 0.3, "another adapter would be noticed"
 
 
 async def test_requests_in_flight_change_version_at_the_commit_and_every_token_says_so(
@@ -216,12 +216,12 @@ async def test_requests_in_flight_change_version_at_the_commit_and_every_token_s
     await rig.next_version(coordinator, 11)
     prompts = [random_prompt(20 + i) for i in range(3)]
     is_over = asyncio.Event()
-    answers: list[tuple[np.ndarray, Response]] = []
+    responses: list[tuple[np.ndarray, Response]] = []
 
     async def keep_asking(number: int) -> None:
         for turn in itertools.count():
             name = f"long-{number}-{turn}"
-            answers.append((prompts[number], await ask(rig, name, prompts[number], max_tokens=700)))
+            responses.append((prompts[number], await ask(rig, name, prompts[number], max_tokens=700)))
             if is_over.is_set():
                 return
 
@@ -233,13 +233,13 @@ async def test_requests_in_flight_change_version_at_the_commit_and_every_token_s
     finally:
         is_over.set()
     await running
-    assert all(len(answer.tokens) == 700 for _, answer in answers), "no request is lost"
+    assert all(len(response.tokens) == 700 for _, response in responses), "no request is lost"
     for before, after in ((11, 12), (12, 13)):
-        spanning = [(p, a) for p, a in answers if {before, after} <= set(a.labels)]
+        spanning = [(p, a) for p, a in responses if {before, after} <= set(a.labels)]
         assert spanning, f"no request was under way at the commit of {after}"
-        prompt, answer = spanning[0]
-        expected = reference(rig, prompt, answer, answer.labels)
-        np.testing.assert_allclose(answer.logprobs, expected, atol=5e-3)
+        prompt, response = spanning[0]
+        expected = reference(rig, prompt, response, response.labels)
+        np.testing.assert_allclose(response.logprobs, expected, atol=5e-3)
 
 
 async def test_two_versions_never_share_a_prefix_though_the_adapter_has_one_name(
@@ -247,15 +247,15 @@ async def test_two_versions_never_share_a_prefix_though_the_adapter_has_one_name
 ) -> None:
     """The second half shows that the cache is on and that nothing but the salt keeps versions apart."""
     prompt = random_prompt(40, num_tokens=600)
-    answers, unsalted = [], []
+    responses, unsalted = [], []
     for version in (21, 22):
         await rig.next_version(coordinator, version)
-        answers.append([await ask(rig, f"{version}-{i}", prompt, max_tokens=4) for i in range(2)])
+        responses.append([await ask(rig, f"{version}-{i}", prompt, max_tokens=4) for i in range(2)])
         unsalted.append(await first_logprobs_with_salt(rig, prompt, "same", f"{version}-raw"))
-    for version, pair in zip((21, 22), answers, strict=True):
-        for answer in pair:  # the second is answered from the cache
-            expected = reference(rig, prompt, answer, [version] * 4)
-            np.testing.assert_allclose(answer.logprobs, expected, atol=2e-3)
+    for version, pair in zip((21, 22), responses, strict=True):
+        for response in pair:  # the second comes from the cache
+            expected = reference(rig, prompt, response, [version] * 4)
+            np.testing.assert_allclose(response.logprobs, expected, atol=2e-3)
     with torch.no_grad():
         fresh = torch.log_softmax(rig.models[22](torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1], -1)
     stale = max(abs(logprob - float(fresh[token])) for token, logprob in unsalted[1].items())

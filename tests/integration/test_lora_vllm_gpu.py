@@ -52,10 +52,10 @@ async def test_graphs_compute_with_the_adapter_of_the_last_commit(rig: on_cpu.Ri
             await rig.assert_slot_holds_the_adapter(torch.bfloat16)
             await coordinator.self_test()
             prompt = on_cpu.random_prompt(version)
-            answer = await on_cpu.ask(rig, f"{commit}-{version}", prompt, max_tokens=48)
-            assert set(answer.labels) == {version}
+            response = await on_cpu.ask(rig, f"{commit}-{version}", prompt, max_tokens=48)
+            assert set(response.labels) == {version}
             errors = {
-                other: np.abs(answer.logprobs - on_cpu.reference(rig, prompt, answer, [other] * 48)).mean()
+                other: np.abs(response.logprobs - on_cpu.reference(rig, prompt, response, [other] * 48)).mean()
                 for other in rig.models
             }
             assert errors.pop(version) < 0.1, "bfloat16 rounding"

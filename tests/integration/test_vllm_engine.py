@@ -54,20 +54,20 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
 ) -> None:
     """Reference: Hugging Face forward in float32, log-softmax after temperature."""
     params = [SamplingParams(max_tokens=40, temperature=temperature, seed=i, ignore_eos=True) for i in range(8)]
-    answers = await asyncio.gather(*[collect(engine, f"hf-{i}", p, random_prompt(i)) for i, p in enumerate(params)])
+    responses = await asyncio.gather(*[collect(engine, f"hf-{i}", p, random_prompt(i)) for i, p in enumerate(params)])
     model = Qwen2ForCausalLM.from_pretrained(vllm_model, dtype=torch.float32)
-    for i, answer in enumerate(answers):
+    for i, response in enumerate(responses):
         prompt = random_prompt(i)
-        ids = torch.tensor([[*prompt.tolist(), *answer.tokens]])
+        ids = torch.tensor([[*prompt.tolist(), *response.tokens]])
         with torch.no_grad():
             logits = model(ids).logits[0, len(prompt) - 1 : -1]
         expected = torch.log_softmax(logits / (temperature or 1.0), -1)
-        picked = expected.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0].numpy()
-        np.testing.assert_allclose(answer.logprobs, picked, atol=1e-3)
+        picked = expected.gather(1, torch.tensor(response.tokens)[:, None])[:, 0].numpy()
+        np.testing.assert_allclose(response.logprobs, picked, atol=1e-3)
         if temperature == 0.0:
-            assert answer.tokens == logits.argmax(-1).tolist()
+            assert response.tokens == logits.argmax(-1).tolist()
     if temperature:
-        assert len({t for a in answers for t in a.tokens}) > 20
+        assert len({t for a in responses for t in a.tokens}) > 20
 
 
 @ONE_LOOP
@@ -146,7 +146,7 @@ async def narrow(vllm_model: Path) -> AsyncIterator[VllmEngine]:
 
 
 async def one_runs_and_one_waits(engine: VllmEngine, round_: int, prompt: np.ndarray) -> list[asyncio.Task[Response]]:
-    """The answers of both. The first is long enough for whatever the test does in its middle."""
+    """The responses of both. The first is long enough for whatever the test does in its middle."""
     lengths = {f"runs-{round_}": 2000, f"waits-{round_}": 4}
     tasks = []
     for name, length in lengths.items():
@@ -172,17 +172,17 @@ async def test_a_request_that_waits_inside_during_a_commit_reads_no_cache_of_old
         runs, waits = await one_runs_and_one_waits(narrow, version, prompt)
         await narrow.commit(version, "te_noise", version, timeout_s=60.0)
         assert not runs.done()
-        answer = await asyncio.wait_for(waits, 60)
+        response = await asyncio.wait_for(waits, 60)
         params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         fresh = await collect(narrow, "fresh", params, prompt)
-        assert answer.tokens == fresh.tokens
-        assert answer.logprobs.tobytes() == fresh.logprobs.tobytes()
-        assert answer.labels == fresh.labels == [version] * 4
+        assert response.tokens == fresh.tokens
+        assert response.logprobs.tobytes() == fresh.logprobs.tobytes()
+        assert response.labels == fresh.labels == [version] * 4
         assert set((await runs).labels) == {version - 1, version}
     narrow._spec = replace(narrow._spec, in_flight="abort")
-    answers = asyncio.gather(*await one_runs_and_one_waits(narrow, 0, prompt))
+    responses = asyncio.gather(*await one_runs_and_one_waits(narrow, 0, prompt))
     await narrow.commit(narrow.version + 1, "te_noise", 0, timeout_s=60.0)
-    runs_until, waits_until = await asyncio.wait_for(answers, 60)
+    runs_until, waits_until = await asyncio.wait_for(responses, 60)
     assert runs_until.finish_reason == waits_until.finish_reason == "abort"
     assert runs_until.tokens and not waits_until.tokens
 

@@ -77,7 +77,7 @@ async def engine(model_dir: Path, case: Case) -> AsyncIterator[Engine]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def module_sleeper(model_dir: Path, case: Case, engine: Engine) -> AsyncIterator[Engine]:
-    # After the engine that the other tests share: memory that comes and goes beside it would end its start.
+    # After the engine that the other tests share: memory that comes and goes next to it would end its start.
     sleeper = await start(model_dir, case, sleep_level=2)
     await on_cpu.TestVllmEngine().commit(sleeper, 1)
     yield sleeper
@@ -103,9 +103,9 @@ class TestVllmEngineOnDevice(on_cpu.TestVllmEngine):
         await sleeper.sleep()
         free_asleep, _ = torch.cuda.mem_get_info()
         assert free_asleep - free_before > 0.15 * total, "the cache takes a fifth of the device and must be given back"
-        answer = await asyncio.wait_for(running, 30)
-        assert answer.finish_reason == "abort"
-        self.assert_labels(answer)
+        response = await asyncio.wait_for(running, 30)
+        assert response.finish_reason == "abort"
+        self.assert_labels(response)
         waiting = asyncio.ensure_future(on_cpu.collect(sleeper, "waits", on_cpu.SamplingParams(max_tokens=20, seed=2)))
         await asyncio.sleep(0.2)
         assert not waiting.done()

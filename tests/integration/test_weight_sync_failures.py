@@ -50,7 +50,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class World(WeightJob):
-    """Two learners and two replicas; a coordinator here, or in a process of its own."""
+    """Two learners and two replicas; a coordinator here or in a separate process."""
 
     def __init__(self, commit: str = "staged", *, pause_limit_s: float = 60.0, **shape: Any) -> None:
         super().__init__(commit=commit, patience=Patience(lease_s=LEASE_S, pause_limit_s=pause_limit_s), **shape)

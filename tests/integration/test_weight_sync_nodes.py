@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timing
 
 IPV4 = ("127.0.0.2", "127.0.0.3")
 IPV6 = ("::1", "::1")
-"""There is one loopback address only; the nodes have names of their own."""
+"""There is one loopback address only; the nodes have separate names."""
 
 
 def has_ipv6() -> bool:

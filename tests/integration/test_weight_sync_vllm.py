@@ -166,7 +166,7 @@ async def test_live_engine_follows_the_learner_bit_for_bit_while_it_generates(ri
         is_over = asyncio.Event()
 
         async def keep_asking(number: int) -> list[int]:
-            """The number of tokens of one answer after the other."""
+            """The number of tokens of one response after the other."""
             found: list[int] = []
             while not is_over.is_set():
                 name = f"{commit}-{number}-{len(found)}"

@@ -1,4 +1,4 @@
-"""The fused kernels on host memory, in Triton's interpreter. Run by test_fused.py in a process of its own, because the
+"""The fused kernels on host memory, in Triton's interpreter. Run by test_fused.py in a separate process, because the
 interpreter is chosen when the kernels are imported.
 
 The interpreter cuts float32 to bfloat16 where devices round, so boxes carry values that need no rounding here, and all

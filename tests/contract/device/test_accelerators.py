@@ -161,7 +161,7 @@ def test_use_stream_hands_the_drivers_stream_to_torch(accelerator: Harness) -> N
         assert accelerator.binding.entered == [accelerator.binding.address_of(stream.in_torch)]
 
 
-def test_a_stream_is_used_again_when_nobody_holds_it_and_lives_as_long_as_the_process(accelerator: Harness) -> None:
+def test_a_stream_is_used_again_when_it_is_released_and_lives_as_long_as_the_process(accelerator: Harness) -> None:
     first: Any = accelerator.backend.new_stream()
     second: Any = accelerator.backend.new_stream()
     made = first.in_torch, second.in_torch
@@ -173,7 +173,7 @@ def test_a_stream_is_used_again_when_nobody_holds_it_and_lives_as_long_as_the_pr
     assert accelerator.counter("streams_created") == 2
 
 
-def test_synchronize_waits_for_the_stream_it_is_given_and_refuses_one_of_somebody_else(accelerator: Harness) -> None:
+def test_synchronize_waits_for_the_stream_it_is_given_and_refuses_a_foreign_one(accelerator: Harness) -> None:
     accelerator.backend.synchronize(accelerator.backend.new_stream())
     assert accelerator.counters("stream_syncs", "device_syncs") == (1, 0)
     accelerator.backend.synchronize()

@@ -1,4 +1,4 @@
-"""Digesters and movers: the same answers on every backend, and from the fused kernels as from torch."""
+"""Digesters and movers: the same results on every backend, and from the fused kernels as from torch."""
 
 from __future__ import annotations
 

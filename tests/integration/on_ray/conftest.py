@@ -1,4 +1,4 @@
-"""Everything here shares one Ray cluster of its own. Actors are made and ended by the tests."""
+"""Everything here shares a separate Ray cluster. Actors are made and ended by the tests."""
 
 from __future__ import annotations
 

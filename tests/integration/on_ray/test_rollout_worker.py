@@ -85,7 +85,7 @@ async def is_idle(engine: Any) -> bool:
     return not status.running + status.waiting
 
 
-async def test_requests_that_an_engine_gives_up_go_on_in_another_one(engines: dict[str, Any], start: Any) -> None:
+async def test_requests_that_an_engine_returns_continue_in_another_one(engines: dict[str, Any], start: Any) -> None:
     worker = await start(engines, group_size=4, repacking=ConsolidationRule(below=8, most=64))
     fleet = Fleet(engines, [worker], group_timeout_s=60.0, heartbeat_timeout_s=120.0)
     watch = asyncio.create_task(fleet.watch(needs_groups=lambda: True, needs_engines=lambda: True))
@@ -163,7 +163,7 @@ async def test_groups_survive_the_death_of_an_engine_and_an_evaluation_names_the
 ) -> None:
     worker = await start(engines, group_size=4)
     for engine in engines.values():
-        await engine.set_token_s.remote(0.1)  # an answer takes 6 s
+        await engine.set_token_s.remote(0.1)  # a response takes 6 s
     greedy = SamplingParams(max_tokens=8, temperature=0.0)
     prompts = [prompt(index) for index in range(8)]
     trajectories = await worker.evaluate.remote(prompts, greedy, "e1")
@@ -184,7 +184,7 @@ async def test_groups_survive_the_death_of_an_engine_and_an_evaluation_names_the
     for group in groups:
         check(group, {(1, 2), (2,)})
     begun = [t for group in groups for t in group.trajectories if t.policy_versions == (1, 2)]
-    assert begun, "answers of the dead engine went on in the other one"
+    assert begun, "responses of the dead engine continued in the other one"
     report = await worker.update.remote(NO_CHANGE)
     assert report.recovered_requests >= len(begun)
     assert list(report.lost_engines) == ["e0"]

@@ -18,12 +18,13 @@ from tests.fakes.learner import (
     assert_gradients,
     gradients,
     make_learner,
+    pack,
     run_config,
     save_tiny,
     weights,
     with_lora,
 )
-from tests.fakes.rewarded import GROUP_SIZE, all_weights, config, filler, pack_rewarded, paid, rewarded
+from tests.fakes.rewarded import GROUP_SIZE, all_weights, config, filler, paid, rewarded
 from trainer.algorithms.advantages import GroupRewards, step_advantages
 from trainer.config.algorithm import AlgorithmConfig, KlConfig
 from trainer.errors import CheckpointError, ModelError, TrainingDiverged
@@ -47,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {"own": {}, "shared": {"shared_backbone": Tru
 def train(learner: PolicyTrainer, num_steps: int, *, first: int = 0) -> None:
     for step in range(first, first + num_steps):
         parts, step_rewards = rewarded(4, seed=step)
-        learner.train_step([pack_rewarded(parts)], step=step, **step_rewards)
+        learner.train_step([pack(parts)], step=step, **step_rewards)
 
 
 def targets_of(learner: PolicyTrainer, batches: list[MicroBatch], step_rewards: dict[str, Any]) -> list[ValueTargets]:
@@ -97,7 +98,7 @@ def slow_gae(part: MicroBatch, values: list[float]) -> tuple[list[float], list[f
 def test_values_advantages_returns_and_gradients_are_those_of_a_plain_model(kind: str, tiny_dir: Path) -> None:
     learner = make_learner(config(tiny_dir, critic=KINDS[kind], **GAE))
     parts, step_rewards = rewarded(6, seed=9)
-    batch = pack_rewarded(parts)
+    batch = pack(parts)
     (first,) = targets_of(learner, [batch], step_rewards)
     assert not first.values_T.any(), "the head starts at 0"
     train(learner, 3)
@@ -128,8 +129,8 @@ def test_the_policy_has_the_gradient_of_those_advantages(kind: str, whiten: bool
     cfg = config(tiny_dir, critic=KINDS[kind], whiten_advantages=whiten, **GAE)
     learner, (parts, step_rewards) = make_learner(cfg), rewarded(6, seed=9)
     train(learner, 2)
-    (one,) = targets_of(learner, [pack_rewarded(parts)], step_rewards)
-    batch = pack_rewarded(parts)
+    (one,) = targets_of(learner, [pack(parts)], step_rewards)
+    batch = pack(parts)
     advantages = one.advantages_T[batch.loss_mask]
     if whiten:
         advantages = (advantages - advantages.mean()) / advantages.std()
@@ -151,7 +152,7 @@ def test_the_policy_has_the_gradient_of_those_advantages(kind: str, whiten: bool
 def test_value_metrics_equal_their_formulas(tiny_dir: Path) -> None:
     learner, (parts, step_rewards) = make_learner(config(tiny_dir, **GAE)), rewarded(6, seed=9)
     train(learner, 2)
-    batches = [pack_rewarded(parts[:2]), pack_rewarded(parts[2:]), filler()]
+    batches = [pack(parts[:2]), pack(parts[2:]), filler()]
     targets = targets_of(learner, batches, step_rewards)
     values, returns = (
         np.concatenate([getattr(t, name)[b.loss_mask] for t, b in zip(targets, batches, strict=True)]).astype(float)
@@ -176,14 +177,14 @@ def test_warmup_trains_the_critic_alone(tiny_dir: Path) -> None:
     assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items()), "only compiling remains"
     parts, step_rewards = rewarded(4)
     for step in (0, 1):
-        result = learner.train_step([pack_rewarded(parts)], step=step, **step_rewards)
+        result = learner.train_step([pack(parts)], step=step, **step_rewards)
         assert result.seconds.keys() == {"critic", "optimizer", "step"}, "the policy is not computed"
         assert not result.is_policy_changed
         assert "loss" not in result.metrics and "lr" not in result.metrics and "value_loss" in result.metrics
     after = all_weights(learner)
     moved = {name for name, tensor in after.items() if not tensor.equal(before[name])}
     assert moved == {name for name in after if name.startswith("critic.")}
-    result = learner.train_step([pack_rewarded(parts)], step=2, **step_rewards)
+    result = learner.train_step([pack(parts)], step=2, **step_rewards)
     assert {"loss", "lr", "value_loss"} <= result.metrics.keys() and result.is_policy_changed
     assert not any(tensor.equal(before[name]) for name, tensor in weights(learner).items())
 
@@ -203,7 +204,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_of_either(culprit: str,
     learner = make_learner(config(tiny_dir, critic=KINDS["shared" if culprit == "shared" else "own"]))
     train(learner, 2)
     parts, step_rewards = rewarded(4)
-    batch, before = pack_rewarded(parts), all_weights(learner)
+    batch, before = pack(parts), all_weights(learner)
     if culprit == "policy":
         poisoned = replace(batch, loss_weights=np.where(batch.loss_mask, np.inf, 0).astype(np.float32))
     else:
@@ -220,7 +221,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_of_either(culprit: str,
 
 def test_later_updates_of_a_step_are_clipped_around_its_first_values(tiny_dir: Path) -> None:
     parts, step_rewards = rewarded(6)
-    batch = pack_rewarded(parts)
+    batch = pack(parts)
 
     def after(**critic: Any) -> tuple[dict[str, torch.Tensor], float | None]:
         learner = make_learner(config(tiny_dir, critic=critic))
@@ -240,7 +241,7 @@ def test_later_updates_of_a_step_are_clipped_around_its_first_values(tiny_dir: P
 
 
 def test_a_later_update_that_is_not_finite_is_left_out_with_those_after_it(tiny_dir: Path) -> None:
-    batch, step_rewards = pack_rewarded(rewarded(6)[0]), rewarded(6)[1]
+    batch, step_rewards = pack(rewarded(6)[0]), rewarded(6)[1]
     one = make_learner(config(tiny_dir, critic={}))
     three = make_learner(config(tiny_dir, critic={"updates_per_step": 3}))
     assert isinstance(three._critic, SeparateCritic)
@@ -264,7 +265,7 @@ def test_two_updates_of_a_step_are_those_of_two_steps_without_a_policy(tiny_dir:
     steps = make_learner(config(tiny_dir, critic={"warmup_steps": 5}))
     for learner, num_steps in ((twice, 1), (steps, 2)):
         for step in range(num_steps):
-            learner.train_step([pack_rewarded(parts)], step=step, **step_rewards)
+            learner.train_step([pack(parts)], step=step, **step_rewards)
     found, expected = ({n: t for n, t in all_weights(one).items() if "critic." in n} for one in (twice, steps))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
@@ -309,7 +310,7 @@ def test_the_policys_schedule_starts_after_the_critics_warmup(tiny_dir: Path) ->
     schedule = replace(cfg.learner, lr=1e-3, warmup_steps=2, lr_schedule="linear")
     learner = make_learner(replace(cfg, learner=schedule, trainer=replace(cfg.trainer, total_steps=8)))
     parts, step_rewards = rewarded(2)
-    results = [learner.train_step([pack_rewarded(parts)], step=step, **step_rewards).metrics for step in range(8)]
+    results = [learner.train_step([pack(parts)], step=step, **step_rewards).metrics for step in range(8)]
     assert [m["lr"].mean for m in results if "lr" in m] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
     expected = [5e-3, 1e-2, *(1e-2 * (6 - i) / 6 for i in range(6))]
     assert [m["critic_lr"].mean for m in results] == pytest.approx(expected), "the critic learns in all of them"
@@ -377,7 +378,7 @@ def test_advantages_equal_a_loop_over_responses_and_tokens_in_any_order_and_spli
         np.testing.assert_allclose(one, wanted, atol=1e-6)
     assert any(np.abs(one).max() > 0.01 for one in got)
     for splits in ([[5, 0, 2, 1, 3, 4]], [[5], [0, 2, 1], [3, 4]], [[i] for i in range(6)]):
-        batches = [*(pack_rewarded([parts[i] for i in split]) for split in splits), filler()]
+        batches = [*(pack([parts[i] for i in split]) for split in splits), filler()]
         again = np.concatenate(finished(batches, step_rewards, algorithm)[:-1])
         same = np.concatenate([got[i] for split in splits for i in split])
         np.testing.assert_allclose(again, same, rtol=1e-12, atol=1e-12)
@@ -402,6 +403,6 @@ def test_rewards_must_come_with_the_step_and_the_tokens(tiny_dir: Path) -> None:
     learner = make_learner(config(tiny_dir, advantage_estimator="grpo", kl=kl))
     parts, step_rewards = rewarded(2)
     with pytest.raises(ValueError, match="came without rewards"):
-        learner.train_step([pack_rewarded(parts)], step=0)
+        learner.train_step([pack(parts)], step=0)
     with pytest.raises(ValueError, match="no token rewards"):
         learner.train_step([replace(parts[0], token_rewards=None, response_index=None)], step=0, **step_rewards)

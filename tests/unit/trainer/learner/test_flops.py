@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3Config, Qwen2Config
 
 from tests.fakes.learner import KINDS, TINY, make_learner, pack, run_config, sequences, without_loss
-from tests.fakes.rewarded import config, pack_rewarded, rewarded
+from tests.fakes.rewarded import config, rewarded
 from trainer.config.schema import LoraConfig
 from trainer.learner.flops import ModelFlops, head_dim, model_flops, peak_flops
 
@@ -88,7 +88,7 @@ def test_a_learner_counts_its_own_batches_and_what_is_frozen_less(tiny_dir: Path
 def test_a_step_of_the_critic_alone_has_no_operations_of_the_policy(tiny_dir: Path) -> None:
     learner = make_learner(config(tiny_dir, critic={"warmup_steps": 1}))
     parts, rewards = rewarded(4)
-    found = [learner.train_step([pack_rewarded(parts)], step=step, **rewards).model_flops for step in (0, 1)]
+    found = [learner.train_step([pack(parts)], step=step, **rewards).model_flops for step in (0, 1)]
     assert found[0] is None and found[1]
 
 
