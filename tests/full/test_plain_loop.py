@@ -97,7 +97,8 @@ async def plain_loop(cfg: RunConfig, checked: PreflightResult, actors: compose.A
         result = await actors.learner.train_step(batch, version=step)
         await coordinator.publish(step + 1)
         await coordinator.sync(step + 1)
-        remember(story, groups, {f"learner/{name}": metric.mean for name, metric in result.metrics.items()})
+        metrics = {name if "/" in name else f"learner/{name}": one.mean for name, one in result.metrics.items()}
+        remember(story, groups, metrics)
     await coordinator.close()
 
 
