@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tests.fakes.local_actor import LocalActor
 from tests.fakes.scripted_replica import ScriptedReplica, Workload
 from tests.simulation.weight_sync import Host, Learner, make_coordinator
 from trainer.learner.actor import OffloadReport
@@ -83,6 +84,7 @@ class Fleet:
         """The version that all live replicas have."""
         self.num_lost: Counter[str] = Counter()
         self.replicas = {f"replica_{i}": self._new(f"replica_{i}") for i in range(plan.num_replicas)}
+        self.engines = {name: LocalActor(replica) for name, replica in self.replicas.items()}
         self.num_restarts: Counter[str] = Counter()
         self.missing: set[str] = set()
         """Replicas that will miss their next commit."""
@@ -128,7 +130,7 @@ class Fleet:
         )
 
     async def restart(self, name: str) -> int | None:
-        """As `actors.replace_engine`: the old engine ends, a new one joins with the newest weights."""
+        """The old engine ends, a new one joins with the newest weights."""
         self.replicas[name].die("it is being replaced")
         await asyncio.sleep(self.plan.restart_s)
         assert not self.is_learner_here, f"{name} starts where the learner is"
@@ -137,7 +139,7 @@ class Fleet:
         replica = self._new(name)
         version = await self.coordinator.join(Host(replica, self))
         assert version == replica.version
-        self.replicas[name] = replica
+        self.replicas[name], self.engines[name] = replica, LocalActor(replica)
         self.num_restarts[name] += 1
         return version
 

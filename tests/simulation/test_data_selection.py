@@ -1,6 +1,4 @@
-"""What the pass-rate filter, the curriculum and an own group filter do to a run; the loops, the buffer and the source
-are real, in virtual time.
-"""
+"""What the pass-rate filter, the curriculum and a custom group filter do to a run in virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ import pytest
 
 from rollout.errors import NoProgress
 from tests.fakes.metric_names import check_known
-from tests.fakes.scripted_run import Script, ScriptedRun, World, config, prompt_set, telemetry_in
+from tests.fakes.scripted_run import Script, ScriptedRun, World, config, lines, prompt_set, telemetry_in, watch_batches
 from tests.fakes.virtual_time import run_virtual
 from trainer.algorithms.group_filter import FinishedGroup, GroupFilterError
 from trainer.driver.checkpointing import ResumePoint
@@ -27,14 +25,13 @@ from trainer.learner import checkpoint
 if TYPE_CHECKING:
     from rollout.prompts.prompt_source import PromptSet
     from rollout.types import Group, RolloutRequest
-    from trainer.driver.loops import TrainingRun
 
 NUM_PROMPTS, GROUPS_PER_STEP = 60, 3
 BOUNDS = {"pass_rate_min": 0.1, "pass_rate_max": 0.9}
 
 
 class Graded(World):
-    """Of three prompts one is never solved, one always, and one by every second answer."""
+    """Of three prompts one is never solved, one always, and one by every second response."""
 
     async def run_group(self, item: RolloutRequest) -> Group:
         group = await super().run_group(item)
@@ -67,7 +64,6 @@ class Played:
             mode={"max_staleness": max_staleness},
             **{"algorithm": {"max_filtered_batches_per_step": 1000}, **sections},
         )
-        self.trained: list[list[str]] = []
         state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
         if resumed is not None:
             state.load_state_dict(resumed.state["run"])
@@ -79,18 +75,10 @@ class Played:
                 self.run.source = make_source(cfg, levelled(num_prompts), resumed)
                 if resumed is not None:
                     self.run.buffer.load_state_dict(resumed.state["buffer"], self.run.source.find)
-                run_virtual(self.run.run(meddle=self._watch))
-                self.lines = [json.loads(line) for line in telemetry.run_dir.metrics.read_text().splitlines()]
-
-    def _watch(self, parts: TrainingRun) -> None:
-        take = parts.buffer.take
-
-        async def watching(step: int) -> list[Group]:
-            groups = await take(step)
-            self.trained.append([group.prompt_id for group in groups])
-            return groups
-
-        parts.buffer.take = watching  # type: ignore[method-assign]
+                seen = watch_batches(self.run)
+                run_virtual(self.run.run())
+                self.trained = [[group.prompt_id for group in groups] for groups in seen]
+                self.lines = lines(self.run)
 
     @property
     def useful_frac(self) -> float:
@@ -127,7 +115,7 @@ DAPO = {"dynamic_sampling": True, "max_filtered_batches_per_step": 1000}
 
 @pytest.mark.parametrize("timing", [1, 2, 3])
 @pytest.mark.parametrize("num_prompts", [9, 60])
-def test_without_staleness_a_repetition_trains_the_same_prompts_however_long_answers_take(
+def test_without_staleness_a_repetition_trains_the_same_prompts_however_long_responses_take(
     num_prompts: int, timing: int
 ) -> None:
     """Epochs end within steps here, and refills are drawn while groups of the epoch before are on their way."""
@@ -184,7 +172,7 @@ def broken(group: FinishedGroup) -> str | None:
     return group.prompt.metadata["nowhere"]  # type: ignore[return-value]
 
 
-def test_an_own_filter_is_asked_and_counted_by_its_reason() -> None:
+def test_a_custom_filter_is_called_and_counted_by_its_reason() -> None:
     own = {"group_filter": f"{__name__}.no_middle", "group_filter_args": {"level": 4.0}}
     played = Played(total_steps=20, algorithm=own)
     wrong = {f"train/{i}" for i in range(NUM_PROMPTS) if i % 7 == 4 and i % 3 != 1}
@@ -192,13 +180,13 @@ def test_an_own_filter_is_asked_and_counted_by_its_reason() -> None:
     assert played.lines[-1]["buffer/filtered/middle_level"] == len(wrong)
 
 
-def test_a_filter_that_raises_ends_the_run_with_its_name_and_the_group_which_is_written_down(tmp_path: Path) -> None:
+def test_a_filter_that_raises_ends_the_run_with_its_name_and_the_group_which_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(BaseException) as caught:
         Played(algorithm={"group_filter": f"{__name__}.broken"}, path=tmp_path / "run")
-    told = caught.value
-    while isinstance(told, BaseExceptionGroup):
-        told = told.exceptions[0]
-    assert isinstance(told, GroupFilterError)
-    assert f"{__name__}.broken raised KeyError: 'nowhere' (group " in str(told)
+    error = caught.value
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, GroupFilterError)
+    assert f"{__name__}.broken raised KeyError: 'nowhere' (group " in str(error)
     (line,) = (tmp_path / "run/trajectories/groups_00000.jsonl").read_text().splitlines()
     assert (json.loads(line)["status"], json.loads(line)["reason"]) == ("filtered", "group_filter_failed")

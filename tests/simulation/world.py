@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sized
+from collections.abc import Coroutine, Sized
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -77,22 +77,6 @@ class _Served(ServedWorker):
         return await super().run_group(item)
 
 
-class _Engines(Mapping[str, LocalActor]):
-    """The replicas as `ColocatedDevices` sees them, whichever they are by then."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    def __getitem__(self, name: str) -> LocalActor:
-        return LocalActor(self._fleet.replicas[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fleet.replicas)
-
-    def __len__(self) -> int:
-        return len(self._fleet.replicas)
-
-
 class Simulation:
     """One run; `await run()` under `run_virtual`. Afterwards `books`, `buffer`, `peaks` and `fleet` say what was."""
 
@@ -108,6 +92,8 @@ class Simulation:
         self.num_turns = 0
         """Turns of the event loop."""
         self.state = RunState(started_at=0.0, wall_clock=lambda: 0.0)
+        self.turns: list[dict[str, object]] = []
+        """Metrics of shared devices, at each version that went live."""
         self.evaluated: list[set[int]] = []
         """Versions of every share of an evaluation that came back."""
 
@@ -118,7 +104,7 @@ class Simulation:
         self.devices = self._devices()
         self.workers = [LocalWorker(self._worker(index, clock), self.books) for index in range(self.plan.num_workers)]
         self.pool = workers.Fleet(
-            _Engines(self.fleet),
+            self.fleet.engines,
             self.workers,
             group_timeout_s=2 * REQUEST_TIMEOUT_S,
             heartbeat_timeout_s=120.0,
@@ -197,12 +183,12 @@ class Simulation:
             ConsolidationRule(below=plan.repack_below, most=plan.workload.kv_requests) if plan.repack_below else None
         )
         spec = WorkerSpec(
-            group_size=self.plan.group_size,
-            sampling=SamplingParams(max_tokens=self.plan.max_response_tokens),
+            group_size=plan.group_size,
+            sampling=SamplingParams(max_tokens=plan.max_response_tokens),
             request_timeout_s=REQUEST_TIMEOUT_S,
-            concurrency=LimitRange(lowest=1, highest=self.plan.most_requests) if self.plan.most_requests else None,
+            concurrency=LimitRange(lowest=1, highest=plan.most_requests) if plan.most_requests else None,
             repacking=repacking,
-            seed=self.plan.seed,
+            seed=plan.seed,
         )
         order = order_of(list(self.fleet.replicas), worker=index, num_workers=plan.num_workers)
         engines = [self.fleet.replicas[name] for name in order]
@@ -223,7 +209,7 @@ class Simulation:
         return ColocatedDevices(
             fleet.coordinator,
             fleet,
-            _Engines(fleet),
+            fleet.engines,
             tracer=self.telemetry.tracer,
             sleep_timeout_s=SLEEP_TIMEOUT_S,
             kill=lambda actor: actor.target.die("it did not fall asleep"),
@@ -259,6 +245,7 @@ class Simulation:
         """No engine that is behind gets requests of training."""
         fleet = self.fleet
         fleet.live = report.version
+        self.turns.append(self.devices.record())
         behind = {
             name: version
             for name, version in fleet.coordinator.live_versions.items()

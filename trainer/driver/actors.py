@@ -8,7 +8,6 @@ import logging
 import os
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,9 +85,9 @@ async def _close(actor: Any, name: str, timeout_s: float) -> None:
 async def create_actors(
     cfg: RunConfig, placement: Placement, backend: Backend, *, version: int
 ) -> tuple[Actors, Placement]:
-    """Create learner and engines. They begin to import their libraries; the model need not be there yet. Engines that
-    share devices wait until Ray has given those to the learners; the returned placement knows them."""
-    # The device is chosen here, once: a learner's node might find another kind.
+    """Create learner and engines, which begin to import their libraries; the model need not be there yet. Engines that
+    share devices wait until Ray has assigned these to the learners; the returned placement has them."""
+    # Chosen once, here: a learner's node might find another kind of device.
     own = replace(for_actors(cfg), device=replace(cfg.device, name=backend.name))
     ranks = [
         learner_actor()
@@ -106,14 +105,14 @@ async def create_actors(
 
 
 def shared_devices_env(cfg: RunConfig, backend: Backend, seen: Sequence[str]) -> list[dict[str, str]]:
-    """For each engine the variables that show it the devices of its learners: the learners' own first.
+    """For each engine the variables that show it the devices of its learners, the learners' own first.
 
     Args:
         seen: what each rank sees, its own device first; some backends show the others after it.
 
     Example: an engine of ranks that see "2,0,1,3" and "3,0,1,2" sees "2,3,0,1"
     """
-    # The alias is set too: the host of an engine may have one, which would disagree.
+    # The alias too, since one on the engine's host would disagree.
     names = [name for name in (backend.visible_devices_var, backend.visible_devices_alias) if name is not None]
     found: list[dict[str, str]] = []
     for replica in range(cfg.rollout.num_replicas):
@@ -127,7 +126,7 @@ def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: 
     """One engine actor, not yet started."""
     spec = engine_spec(with_located_models(cfg), backend, name=name, version=version)
     actor = engine_actor().options(**_options(cfg, backend, placement, role="engine", name=name))
-    # A sync may pause an engine for all of its time; the coordinator ends the pause.
+    # Longer than any sync, after which the coordinator ends the pause.
     return actor.remote(spec, pause_limit_s=max(PAUSE_LIMIT_S, 2 * cfg.weight_sync.timeout_s))
 
 
@@ -140,20 +139,8 @@ def _killed_on_failure(actor: Any) -> Iterator[None]:
         raise
 
 
-async def replace_engine(
-    name: str, make: Callable[[], Any], *, engines: dict[str, Any], coordinator: SyncCoordinator, timeout_s: float
-) -> int | None:
-    """Kill the engine `name` and put a new one in its place, with the newest weights; returns their version. Raises
-    WeightSyncError, TimeoutError or RayError if it does not start, or does not get the weights."""
-    ray.kill(engines[name])
-    engines[name] = new = make()
-    with _killed_on_failure(new):
-        await start_actor(new, name, timeout_s=timeout_s)
-        return await coordinator.join(EngineReplica(name, new))
-
-
 def with_workers(cfg: RunConfig, placement: Placement, actors: Actors) -> Actors:
-    """Create the rollout workers too. They read the tokenizer at once, so the model must be there."""
+    """Create the rollout workers too, which read the tokenizer at once, so the model must be there."""
     workers = [new_worker(cfg, placement, actors.engines, index=index) for index in range(cfg.rollout.num_workers)]
     return replace(actors, workers=workers)
 
@@ -178,7 +165,7 @@ def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
         verify=cfg.weight_sync.verify,
         relay=cfg.weight_sync.relay,
         rolling=not cfg.mode.shares_devices,
-        # On one host no other one needs to reach the control sockets.
+        # On one host no other host needs the control sockets.
         host="127.0.0.1" if cfg.ray.address == "local" else None,
     )
     replicas = [EngineReplica(name, actor) for name, actor in actors.engines.items()]
@@ -186,7 +173,6 @@ def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
 
 
 def make_devices(cfg: RunConfig, actors: Actors, coordinator: SyncCoordinator, tracer: Tracer) -> DedicatedDevices:
-    """Whose turn it is on the devices of the run."""
     if not cfg.mode.shares_devices:
         return DedicatedDevices(coordinator)
     return ColocatedDevices(
@@ -210,8 +196,8 @@ def make_buffer(cfg: RunConfig, resumed: ResumePoint | None, source: PromptSourc
 
 
 def group_timeout_s(cfg: RunConfig) -> float:
-    """Longest time that a rollout worker bounds itself for one group: generation, then the queue of the rewards, the
-    start of a process, and the call."""
+    """The deadlines of a rollout worker for one group: generation, the queue of the rewards, the start of a process,
+    and the call."""
     generation_s = cfg.task.agent_timeout_s if cfg.task.agent else cfg.rollout.request_timeout_s
     return generation_s + cfg.task.reward.queue_timeout_s + LOAD_TIMEOUT_S + cfg.task.reward.timeout_s
 
@@ -225,8 +211,7 @@ def make_fleet(
     devices: DedicatedDevices,
     live_version: Callable[[], int],
 ) -> Fleet:
-    """Engines and rollout workers; lost ones are restarted under a new name, since Ray frees a name some time after its
-    actor's death."""
+    """Restarts have new names, since Ray frees a name some time after its actor's death."""
     timeout_s = cfg.trainer.startup_timeout_s
 
     async def restart_worker(index: int, number: int) -> Any:
@@ -238,11 +223,12 @@ def make_fleet(
 
     async def restart_engine(name: str, number: int) -> int | None:
         async with devices.engines_active():
-            restarted, version = f"{name}{RESTARTED}{number}", live_version()
-            make = partial(new_engine, cfg, placement, backend, name=restarted, version=version)
-            return await replace_engine(
-                name, make, engines=actors.engines, coordinator=coordinator, timeout_s=timeout_s
-            )
+            ray.kill(actors.engines[name])
+            restarted = f"{name}{RESTARTED}{number}"
+            actors.engines[name] = new = new_engine(cfg, placement, backend, name=restarted, version=live_version())
+            with _killed_on_failure(new):
+                await start_actor(new, name, timeout_s=timeout_s)
+                return await coordinator.join(EngineReplica(name, new))
 
     return Fleet(
         actors.engines,
@@ -258,7 +244,7 @@ def make_fleet(
 
 
 def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) -> EngineSpec:
-    """The engine section of the configuration as the engine `name` takes it."""
+    """What the engine `name` is made of."""
     rollout = cfg.rollout
     return EngineSpec(
         model=cfg.model.path,
@@ -275,7 +261,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         enforce_eager=rollout.enforce_eager,
         stream_interval=rollout.stream_interval,
         reports_load=rollout.engine_stats or rollout.concurrency == "adaptive",
-        seed=derive_seed(cfg.seed, name),  # engines that draw the same numbers would repeat each other's luck
+        seed=derive_seed(cfg.seed, name),  # engines must not draw the same numbers
         in_flight=cfg.mode.in_flight,
         sleep_level=sleep_level(cfg, backend),
         initial_version=version,
@@ -284,7 +270,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         lora_targets=tuple(cfg.model.lora.target_modules.split("+")),
         extension=EXTENSION,
         forks=backend.capabilities().engine_forks,
-        # Engines read no weights where the first version, which precedes the first request, brings all of them.
+        # Engines read no weights where the first sync, which precedes the first request, brings all of them.
         engine_args={
             **({} if why_engines_read_weights(cfg) else {"load_format": "dummy"}),
             **backend.engine_defaults(),
@@ -294,8 +280,8 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
 
 
 def why_engines_read_weights(cfg: RunConfig) -> str | None:
-    """The key because of which engines load `model.path`: a sync does not bring what lies below an adapter, nor scales
-    of a cache, nor a model that drafts. None if they need none of it."""
+    """The key that makes engines load `model.path`, if any: a sync does not bring the model below an adapter, scales of
+    a cache, or a draft model."""
     if cfg.model.lora.rank:
         return "model.lora.rank"
     keys = (key for key in ("quantization", "kv_cache_dtype", "speculative_config") if key in cfg.rollout.engine_args)
@@ -303,12 +289,12 @@ def why_engines_read_weights(cfg: RunConfig) -> str | None:
 
 
 def sleep_level(cfg: RunConfig, backend: Backend) -> SleepLevel | None:
-    """How deep engines sleep while the learner has the devices; None where they have devices of their own."""
+    """How deep engines sleep while the learner has the devices; None where they have separate devices."""
     if not cfg.mode.shares_devices:
         return None
     if not backend.capabilities().sleep_mode:
         return 0
-    return 1 if cfg.model.lora.rank else 2  # a sync brings adapters only: what they adapt stays on the host
+    return 1 if cfg.model.lora.rank else 2  # a sync brings adapters only; the model stays on the host
 
 
 def concurrency_of(rollout: RolloutConfig) -> LimitRange | None:
@@ -377,9 +363,8 @@ TRACE_ROW = "start"
 
 
 async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | None, tracer: Tracer) -> None:
-    """Load models into learner and engines concurrently, and start the reward processes.
-
-    On shared devices the learner comes first and leaves: an engine measures at its start what memory is free.
+    """Load models into learner and engines concurrently, and start the reward processes. On shared devices the learner
+    comes first and leaves, since an engine measures at its start what memory is free.
 
     Raises:
         TimeoutError: not all were ready within `trainer.startup_timeout_s`.
@@ -387,7 +372,7 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
     limit_s, begin_s = cfg.trainer.startup_timeout_s, time.time()
 
     def log_ready(name: str, stages: Mapping[str, float]) -> None:
-        """The time that is in no stage is the start of the process, or its wait for others."""
+        """Time outside the stages is the start of the process, or its wait for others."""
         end_s = time.time()
         tracer.add_span(TRACE_ROW, name, start_s=begin_s, end_s=end_s, overlapping=True, **stages)
         parts = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in stages.items())
@@ -437,13 +422,8 @@ def start_phase(progress: Progress, tracer: Tracer, name: str) -> Iterator[None]
 
 
 def for_actors(cfg: RunConfig) -> RunConfig:
-    """The configuration with built-in models by their directories, and relative paths made absolute.
-
-    A name that is no directory here stays as it is: it may be one of the hub.
-
-    Raises:
-        DataError: there is no such reward, or no such file.
-    """
+    """The configuration with the directories of built-in models, and absolute paths; a model that is no directory here
+    may be one of the hub. Raises DataError if there is no such reward, or no such file."""
     reward = cfg.task.reward
     name = reward.name if reward.name in BUILTIN_REWARDS else _absolute_plugin(reward.name, lookup(reward.name).target)
     task = replace(cfg.task, reward=replace(reward, name=name), agent=_absolute_plugin(cfg.task.agent, cfg.task.agent))
@@ -451,7 +431,7 @@ def for_actors(cfg: RunConfig) -> RunConfig:
 
 
 def with_located_models(cfg: RunConfig) -> RunConfig:
-    """The part of `for_actors` that an engine needs, even if the reward's file has gone since the run began."""
+    """The part of `for_actors` for an engine, which may restart when the reward's file is gone."""
     cfg = with_model_paths(with_model_directory(cfg), _located)
     return replace(cfg, model=replace(cfg.model, tokenizer_path=_located(cfg.model.tokenizer_path)))
 

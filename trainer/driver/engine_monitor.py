@@ -1,8 +1,7 @@
 """What engines report of themselves: polls, loads, silence, and how idle they are.
 
-An engine is silent while it does not reply to a poll, or has requests that it should generate for and gives no token.
-Its event loop replies whatever else happens: a commit, a pause, sleep, an evaluation, a slow step. While it may not
-generate `EngineStatus.still_s` is 0.
+An engine is silent while it does not reply to a poll, or gives no token for the requests that it has. Its event loop
+replies during commits, pauses, sleep, evaluations and slow steps; while it may not generate its `still_s` is 0.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""Between two polls: many decode steps, so that a poll sees what the one before has led to."""
+"""Between two polls: many decode steps, so that a poll sees the effect of the one before."""
 REPLY_S = 5.0
 PROMPT_S = 0.1
 """A live engine has mostly replied by then."""
 
 
 class EngineProbe:
-    """Polls one engine, for as long as it has its place.
+    """Polls one engine; its restarted successor gets a new probe.
 
     Args:
         heartbeat_timeout_s: how long the engine may be silent.
@@ -47,7 +46,7 @@ class EngineProbe:
         self.load: EngineStatus | None = None
         """What it reported last."""
         self.num_polls = 0
-        """That it has replied to."""
+        """Polls with a reply."""
         self.poll: asyncio.Task[None] | None = None
         self._name, self._actor, self._heartbeat_timeout_s, self._lose = name, actor, heartbeat_timeout_s, on_lost
         self._silent_s = 0.0
@@ -82,17 +81,15 @@ class EngineProbe:
         waited_s = REPLY_S if isinstance(error, TimeoutError) else 0.0
         if not waited_s and not self._silent_s:
             log.warning("%s did not report its load: %s", self._name, one_line(first_cause(error)))
-        # Counted in polls and not by a clock: where this process itself stood still, no engine was silent.
+        # Counted in polls and not by a clock: no engine was silent while this process itself was stopped.
         self._silent_s += POLL_S + waited_s
         if self._silent_s > self._heartbeat_timeout_s:
-            self._lose(f"it answered no poll for {self._silent_s:.0f} s")
+            self._lose(f"it replied to no poll for {self._silent_s:.0f} s")
 
 
 def load_metrics(reports: Sequence[WorkerReport], loads: Mapping[str, EngineStatus]) -> dict[str, float]:
-    """Metrics of the engines' load, from what each worker reports and what each engine reported last.
-
-    Limits and requests in flight, queued, migrated and recovered are summed over workers.
-    """
+    """Metrics of the engines' load. Limits and requests in flight, queued, migrated and recovered are summed over
+    workers; each engine reports its own."""
     limits, in_flight = Counter[str](), Counter[str]()
     for report in reports:
         limits.update(report.limits)
@@ -121,12 +118,11 @@ def load_metrics(reports: Sequence[WorkerReport], loads: Mapping[str, EngineStat
 
 @dataclass(slots=True, kw_only=True)
 class _Account:
-    """Of one engine, over all incarnations. Seconds are those since `take`."""
+    """Of one engine and its restarted successors. Seconds are those since `take`."""
 
     at: float
-    """Up to when it is kept, by our clock."""
+    """Time of the last entry, by our clock."""
     last: EngineTimes | None = None
-    """What it reported last."""
     busy_s: float = 0.0
     up_s: float = 0.0
     idle_frac: float | None = None
@@ -135,7 +131,7 @@ class _Account:
         self.busy_s, self.up_s, self.at = self.busy_s + min(busy_s, up_s), self.up_s + up_s, now
 
     def take(self) -> float | None:
-        """The idle share since the last call; nothing new: as it was before."""
+        """The idle share since the last call, or that of before if nothing is new."""
         if self.up_s > 0:
             self.idle_frac = 1.0 - self.busy_s / self.up_s
         self.busy_s = self.up_s = 0.0
@@ -143,7 +139,7 @@ class _Account:
 
 
 class EngineIdleMeter:
-    """An account per engine. The time from its loss to the first report of the next incarnation is idle time."""
+    """An account per engine. From its loss to the first report of its successor it counts as idle."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -152,7 +148,7 @@ class EngineIdleMeter:
     def add(self, times: Mapping[str, EngineTimes], lost: Collection[str]) -> None:
         """
         Args:
-            times: by engine, as it reported last; may be the same as before.
+            times: by engine, its last report, which may be an old one.
             lost: engines that are not there now.
         """
         now = self._clock()
@@ -169,6 +165,6 @@ class EngineIdleMeter:
                 account.add(0.0, now - account.at, now)
 
     def take_frac(self, *, num_replicas: int) -> float | None:
-        """Mean over all engines since the call before; None before all have reported twice."""
+        """Mean over all engines since the last call; None before all have reported twice."""
         fracs = [frac for account in self._accounts.values() if (frac := account.take()) is not None]
         return sum(fracs) / num_replicas if len(fracs) == num_replicas else None

@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -232,11 +233,11 @@ class Evaluator:
 
         async def ask(name: str, numbers: Sequence[int]) -> None:
             try:
-                own = await self._workers.evaluate([self._prompts[n] for n in numbers], self._params, name, numbers)
+                found = await self._workers.evaluate([self._prompts[n] for n in numbers], self._params, name, numbers)
             except NoReplica:
                 lost.add(name)
                 raise
-            responses.update(zip(numbers, own, strict=True))
+            responses.update(zip(numbers, found, strict=True))
 
         dealt = [np.flatnonzero(self._prompt_of_R % len(names) == place).tolist() for place in range(len(names))]
         limit = asyncio.timeout_at(self._began_at + self._cfg.eval_timeout_s)
@@ -334,21 +335,20 @@ def score(
     Parts of the reward are averaged as those of training are. `reward` scores the prompts that name none."""
     scores: dict[str, EvalMetrics] = {}
     for name, rows in itertools.groupby(answers, key=lambda one: one[0]):
-        own = list(rows)
-        trajectories = [trajectory for _, _, responses in own for trajectory in responses]
-        num_samples = len(own[0][2])
+        of_set = list(rows)
+        trajectories = [trajectory for _, _, responses in of_set for trajectory in responses]
+        num_samples = len(of_set[0][2])
         rewards_PS = np.array([t.total_reward for t in trajectories], np.float64).reshape(-1, num_samples)  # P prompts
         means_P = rewards_PS.mean(axis=1)
         num_passed_P = (rewards_PS >= cfg.eval_pass_threshold).sum(axis=1)
         largest_k = num_samples if cfg.eval_pass_k is None else cfg.eval_pass_k
-        parts: dict[str, list[float]] = {}
-        for trajectory in trajectories:
-            for part, value in trajectory.reward_parts.items():
-                parts.setdefault(part, []).append(value)
+        parts = defaultdict[str, list[float]](list)
+        for part, value in itertools.chain.from_iterable(t.reward_parts.items() for t in trajectories):
+            parts[part].append(value)
         scores[name] = EvalMetrics(
             version=version,
             accuracy=float(np.mean(rewards_PS)),
-            num_prompts=len(own),
+            num_prompts=len(of_set),
             num_samples=num_samples,
             pass_at={
                 k: float(np.mean([pass_at_k(num_samples, int(num_passed), k) for num_passed in num_passed_P]))
@@ -359,7 +359,7 @@ def score(
             time_s=time_s,
             accuracy_stderr=standard_error(means_P),
             reward_parts={part: float(np.mean(parts[part])) for part in sorted(parts)},
-            by_reward=_by_reward([prompt.reward for _, prompt, _ in own], means_P, default=reward),
+            by_reward=_by_reward([prompt.reward for _, prompt, _ in of_set], means_P, default=reward),
         )
     return scores
 

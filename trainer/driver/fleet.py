@@ -1,14 +1,12 @@
 """Engines and rollout workers as the driver sees them: who is there, what is sent to whom, and restarts of the lost.
 
-    Fleet.watch ──poll──> engines                     each by itself, every `POLL_S`
+    Fleet.watch ──poll──> engines                     each on its own, every `POLL_S`
         │       ──FleetView──> workers ──WorkerReport──> back
         └── restarts: RestartPolicy, one for engines, one for workers
 
-The table of engines (`rollout.fleet.states`) has one writer, this module. Weight sync, the polls and the workers report
-losses; evaluations pin engines; everything that needs to know whether an engine is there reads this table.
-
-A worker is lost when it dies, or does not take a view for too long. A group whose worker is lost fails with
-`WorkerLost`, which costs it no retry: the buffer hands it out again at once.
+This module alone writes the table of engines (`rollout.fleet.states`). Weight sync, polls and workers report losses;
+evaluations pin engines. A worker is lost when it dies, or does not take a view for too long; its groups fail with
+`WorkerLost`, which costs no retry: the buffer hands them out again at once.
 """
 
 from __future__ import annotations
@@ -41,16 +39,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GROUP_GRACE_S = 60.0
-"""A worker bounds generation and rewards itself; a live one has responded this much later."""
+"""A worker bounds generation and rewards itself; a live one responds this much later at most."""
 TOO_SLOW = (
     "generation or rewards take longer than their deadlines together: increase rollout.request_timeout_s "
     f"(task.agent_timeout_s with an agent) or task.reward.queue_timeout_s; its output is in {ACTOR_OUTPUT}"
 )
 HANGS = f"its process hangs; its output is in {ACTOR_OUTPUT}"
 RESTART_RESET_S = 3600.0
-"""What has been healthy for so long has all its restarts again: the few faults of a run of weeks must not add up."""
+"""After this long in health all restarts are back: the few faults of a run of weeks must not add up."""
 WAIT_SLICE_S = 5.0
-"""Longest single wait for an engine; the caller tries again then, and waits again."""
+"""Longest single wait for an engine, after which the caller tries again."""
 RETRY_S = 1.0
 """After a call that failed though the worker lives."""
 
@@ -64,8 +62,7 @@ class AllWorkersLost(Exception):
 
 
 class RestartPolicy:
-    """How often each place may be filled again: `max_restarts` times, until it has been healthy for
-    `RESTART_RESET_S`."""
+    """Each place may be filled again `max_restarts` times, and as often again after `RESTART_RESET_S` in health."""
 
     def __init__(self, max_restarts: int) -> None:
         self.max_restarts = max_restarts
@@ -83,7 +80,7 @@ class RestartPolicy:
         return self._spent[name] >= self.max_restarts
 
     def begin(self, name: str) -> tuple[int, str]:
-        """It was lost. Returns (number of the restart of this place in the whole run, "1 of 3")."""
+        """Returns (number of the restart of this place in the whole run, "1 of 3")."""
         self._healthy_since.pop(name, None)
         self._spent[name] += 1
         self._tried[name] += 1
@@ -91,7 +88,7 @@ class RestartPolicy:
 
 
 class WorkerClient:
-    """The other end of one rollout worker. A worker that is started again in its place has a client of its own."""
+    """The driver's end of one rollout worker; its restarted successor gets a new client."""
 
     def __init__(self, name: str, actor: Any, *, on_lost: Callable[[], None]) -> None:
         self.name, self.actor = name, actor
@@ -100,7 +97,7 @@ class WorkerClient:
         self.lost = ""
         """Why; empty while it lives."""
         self.update: asyncio.Task[None] | None = None
-        """The view that is on its way to it."""
+        """Sends it the newest view."""
         self.epoch = -1
         """Of the newest view that it has."""
         self.engines: dict[str, int] = {}
@@ -116,7 +113,7 @@ class WorkerClient:
         """What every group gets from now on."""
 
     async def call(self, ref: Any, *, timeout_s: float | None = None) -> Any:
-        """The result of a call to its actor. Raises what it raised, RemoteTimeout, or WorkerLost if it is gone."""
+        """Raises what its actor raised, RemoteTimeout, or WorkerLost if it is gone."""
         try:
             return await call(ref, timeout_s=timeout_s, who=self.name, what="a call", hint=HANGS)
         except Exception as error:
@@ -127,7 +124,7 @@ class WorkerClient:
             raise WorkerLost(f"{self.name} {reason}") from error
 
     async def run(self, item: RolloutRequest) -> Group:
-        """Generate and reward one group. Cancelled, it ends in the worker too. Raises what the worker raised, or
+        """Generate and reward one group; a cancellation ends it in the worker too. Raises what the worker raised, or
         WorkerLost.
 
         Waits for: the worker. Unblocked by: the caller's deadline; the loss of the worker.
@@ -147,7 +144,7 @@ class WorkerClient:
                 self._keep_running("send", self._send)
 
     def lose(self, reason: str) -> None:
-        """It is never called again, its groups fail, and its process ends, with every call that still waits there."""
+        """Fail its groups and kill its process, which ends all open calls. It is never called again."""
         if self.lost:
             return
         self.lost = reason
@@ -157,7 +154,7 @@ class WorkerClient:
         self._on_lost()
 
     def close(self) -> None:
-        """The run is over: its groups fail, and the end of the worker is no loss."""
+        """The run is over: fail its groups; its end is no loss."""
         self._end_groups(WorkerLost("the run is over"))
         for task in self._tasks.values():
             task.cancel()
@@ -174,8 +171,8 @@ class WorkerClient:
             self._tasks[name] = asyncio.create_task(coroutine(), name=f"groups {name}")
 
     async def _send(self) -> None:
-        """Consumes: groups to begin and to cancel. Waits for: the worker to take them, and `FLUSH_S`. Unblocked by: the
-        loss of the worker, which the fleet watches."""
+        """Consumes: groups to begin and to cancel. Waits for: the worker to take them, then `FLUSH_S`. Unblocked by:
+        the loss of the worker, which the fleet watches."""
         while self._to_begin or self._cancelled:
             items, self._to_begin = self._to_begin, {}
             cancelled, self._cancelled = self._cancelled, []
@@ -196,7 +193,7 @@ class WorkerClient:
                 self._settle(await self.call(self.actor.ended.remote()))
             except WorkerLost:
                 return
-            except Exception as error:  # noqa: BLE001 - which groups it was about is unknown, so each that waits gets it
+            except Exception as error:  # noqa: BLE001 - its groups are unknown, so each that waits gets it
                 begun = self._waiting.keys() - self._to_begin.keys()
                 self._cancelled += begun
                 self._settle(dict.fromkeys(begun, error))
@@ -235,15 +232,15 @@ class Fleet:
             engines: actors by name, all with the live weights; `restart_engine` puts new ones in here.
             group_timeout_s: longest time that a worker may take for a group, rewards included.
             heartbeat_timeout_s: of an engine; a worker has half of it.
-            restart_engine: (engine, number of the restart) ends the old engine and puts a new one in its place, with
-                the newest weights; returns their version. Has a deadline.
+            restart_engine: (engine, number of the restart) replaces the engine by one with the newest weights, and
+                returns their version. Has a deadline.
             restart_worker: (place, number of the restart) -> a new worker actor, started. Has a deadline.
             sync_states: engine -> "live", or how weight sync lost it.
         """
         self._engines = engines
         self._workers = [self._client(f"rollout worker {index}", actor) for index, actor in enumerate(workers)]
         self._group_timeout_s, self._heartbeat_timeout_s = group_timeout_s + GROUP_GRACE_S, heartbeat_timeout_s
-        # Half: an engine seems to wait for a worker that does not read its stream, and would look silent with it.
+        # Half, because an engine whose stream a silent worker does not read looks silent too.
         self._worker_timeout_s = heartbeat_timeout_s / 2
         self._restart_engine_actor, self._restart_worker_actor = restart_engine, restart_worker
         self._engine_policy = RestartPolicy(0 if restart_engine is None else max_engine_restarts)
@@ -283,7 +280,7 @@ class Fleet:
 
     @property
     def load_record(self) -> dict[str, float]:
-        """Metrics of the engines' load as they are now; empty before the first report."""
+        """Current metrics of the engines' load; empty before the first report."""
         reports = [worker.report for worker in self._workers if worker.report is not None and not worker.lost]
         if not reports:
             return {}
@@ -294,14 +291,12 @@ class Fleet:
         return {**load_metrics(reports, self._loads()), **restarts}
 
     def _loads(self) -> dict[str, EngineStatus]:
-        """Engine -> what it reported last."""
         return {name: probe.load for name, probe in self._probes.items() if probe.load is not None}
 
     # Groups and evaluations
 
     async def run_group(self, item: RolloutRequest) -> Group:
-        """Generate and reward one group. Where no engine is left it waits for one and begins again, which costs the
-        group no retry.
+        """Generate and reward one group. Without an engine it waits for one and begins again, at the cost of no retry.
 
         Raises:
             NoReplica: no engine is left, and none comes back.
@@ -330,13 +325,11 @@ class Fleet:
     async def evaluate(
         self, prompts: Sequence[Prompt], params: SamplingParams, engine: str, numbers: Sequence[int]
     ) -> list[Trajectory]:
-        """One trajectory per prompt, all from `engine`. Begins again where the worker is lost.
+        """One trajectory per prompt, all from `engine`; begins again where the worker is lost. `numbers` are the places
+        of the prompts in the evaluation. Raises WorkerLost where no worker is left and none comes back.
 
         Waits for: the responses, however long they take. Unblocked by: the caller's deadline, whose cancellation
-        reaches the worker; `watch`, which loses a worker that is silent; `close`.
-
-        Raises:
-            WorkerLost: no worker is left, and none comes back.
+        reaches the worker; `watch`, which loses a silent worker; `close`.
         """
         while True:
             worker = await self._choose()
@@ -353,8 +346,10 @@ class Fleet:
                 worker.num_groups -= 1
 
     async def _choose(self) -> WorkerClient:
-        """Waits for: a live worker. Unblocked by: a restart; its deadline; `watch`, which ends the run; `close`. Raises
-        WorkerLost where none came, or none will."""
+        """The live worker with the fewest groups. Raises WorkerLost where none came, or none will.
+
+        Waits for: one to live. Unblocked by: a restart; its deadline; `watch`, which ends the run; `close`.
+        """
         try:
             async with asyncio.timeout(self._group_timeout_s):
                 while not (live := [worker for worker in self._workers if not worker.lost]):
@@ -368,12 +363,10 @@ class Fleet:
     # Pins and losses of engines
 
     async def pin(self, name: str) -> None:
-        """No worker sends anything new of training to this engine until `unpin`; what runs there continues.
+        """Until `unpin` no worker sends new training requests to this engine; what runs there continues. Raises
+        RemoteTimeout, without a pin, if some worker lives and takes no view.
 
-        Waits for: every live worker to know. Unblocked by: the loss of a worker that is silent; its deadline.
-
-        Raises:
-            RemoteTimeout: some worker lives and takes no view; the engine is not pinned.
+        Waits for: every live worker to have the view. Unblocked by: the loss of a silent worker; its deadline.
         """
         if not self._apply(name, "pin"):
             return
@@ -390,12 +383,12 @@ class Fleet:
             raise
 
     def unpin(self, name: str) -> None:
-        """Ends a pin. An engine that has missed a version by then is lost, and stays out."""
+        """End a pin. An engine that has missed a version by then is lost."""
         self.exclude_lost_engines()
         self._apply(name, "unpin")
 
     def exclude_lost_engines(self) -> None:
-        """Engines that weight sync has lost have old weights or no version at all, and get no requests."""
+        """Engines that weight sync has lost have old weights or none, and get no requests."""
         for name, state in self._sync_states().items():
             if state != "live":
                 self._lose_engine(name, self._table[name].incarnation, f"weight sync: {state}")
@@ -405,7 +398,7 @@ class Fleet:
             self._apply(name, "lost", incarnation=incarnation, reason=reason)
 
     def _apply(self, name: str, event: EventKind, *, incarnation: int | None = None, reason: str = "") -> bool:
-        """Returns whether the table has changed; then every worker gets the new view."""
+        """Whether the table has changed; if so, every worker gets the new view."""
         record = self._table[name]
         changed = apply(
             record, event, incarnation=record.incarnation if incarnation is None else incarnation, reason=reason
@@ -421,7 +414,7 @@ class Fleet:
     # Views and reports
 
     def _push(self, worker: WorkerClient) -> None:
-        """Begin to send the view to this worker. One that has not taken the last one gets the newest after that."""
+        """Begin to send the view to this worker, unless a view is on its way: the newest follows it."""
         if not worker.lost and (worker.update is None or worker.update.done()):
             worker.update = asyncio.create_task(self._update(worker), name=f"view for {worker.name}")
 
@@ -544,10 +537,10 @@ class Fleet:
         self.idle_engines.add(times, self.lost_engines)
 
     async def wait_for_engine(self, error: Exception) -> None:
-        """For a caller that found no engine, with this error: returns when one has come back, or after a moment; then
-        try again. Raises the error if none is left and none may be started again.
+        """Call it after this error, with no engine found, and then try again. Raises the error if no engine is left and
+        none may be restarted.
 
-        Waits for: the end of a restart. Unblocked by: that, and `WAIT_SLICE_S`.
+        Waits for: an engine that comes back. Unblocked by: that, and `WAIT_SLICE_S`.
         """
         lost = self.lost_engines.keys()
         with contextlib.suppress(TimeoutError):
@@ -616,7 +609,7 @@ class Fleet:
         self._changed = asyncio.Event()
 
     def close(self) -> None:
-        """The run is over: groups fail, the end of a worker is no loss, and nothing waits for one."""
+        """The run is over: groups fail, the end of a worker is no loss, and nothing waits for a restart."""
         self._is_closed = True
         self._notify()
         for worker in self._workers:

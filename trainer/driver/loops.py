@@ -54,7 +54,7 @@ MIN_SCORED = 2
 """A group with fewer scored responses has nothing to compare."""
 REWARDS_FAILED = "rewards_failed"
 CLOCK_RESOLUTION_S = 1e-3
-"""A timer may be early by so much."""
+"""A timer may be this early."""
 
 
 class StallTimeout(RuntimeError):
@@ -92,23 +92,22 @@ class TrainingRun:
         )
         self._checkpointer = Checkpointer(cfg, telemetry, learner=learner, buffer=buffer, source=source, state=state)
         self._filter_zero_variance = cfg.algorithm.dynamic_sampling
-        self._own_filter = own_group_filter(cfg.algorithm)
+        self._custom_filter = own_group_filter(cfg.algorithm)
         self._batches = asyncio.Queue[tuple[list[Group], TrainBatch] | None](maxsize=1)
-        """None: no further batch comes."""
+        """None means that no further batch comes."""
         self._last_steps: dict[int, int] = {}
         """Version -> the last step that ended with it, until it is live."""
         self._step: asyncio.Task[bool] | None = None
         """The last step of the learner; it continues where `take_steps` is cancelled."""
-        self._make_record: Callable[[], dict[str, object]] | None = None
-        self._record: dict[str, object] | None = None
-        """The line of the last step, but for the evaluation; both None once it is written."""
+        self._record: Callable[[], dict[str, object]] | None = None
+        """Makes the record of the last step, except for the evaluation; None once that is written."""
         self._writing: asyncio.Task[None] | None = None
 
     async def run(self, *watches: Coroutine[Any, Any, None]) -> None:
-        """Until the last step is saved and evaluated. `watches` run meanwhile, and end the run where they fail.
+        """Until the last step is saved and evaluated. `watches` run meanwhile; one that fails ends the run.
 
         Raises:
-            Exception: the first failure, of whichever task; the others have ended by then.
+            Exception: the first failure of any task; the others have ended by then.
         """
         run = asyncio.create_task(self._run(*watches), name="run")
         try:
@@ -116,7 +115,7 @@ class TrainingRun:
         except asyncio.CancelledError:
             run.cancel()
             await asyncio.gather(run, return_exceptions=True)
-            raise  # where a task fails because of it, the task group would raise that instead
+            raise  # the task group would raise what fails because of it instead
         run.result()
 
     async def _run(self, *watches: Coroutine[Any, Any, None]) -> None:
@@ -145,15 +144,14 @@ class TrainingRun:
             raise failures[0]
 
     async def on_live(self, report: SyncReport) -> None:
-        """A version is live: free the slots of its step, which wakes `feed_prompts`, and evaluate it if that is due."""
+        """Free the slots of the version's steps, which wakes `feed_prompts`, and evaluate it if that is due."""
         self.workers.exclude_lost_engines()
         self.state.live_version = report.version
         self._release(report.version)
         await self.evaluator.after_sync(report.version)
 
     async def _while_needed(self, loop: Coroutine[Any, Any, None]) -> None:
-        """A loop that may fail once no group is needed: a policy that reached its accuracy gives the filters little to
-        keep."""
+        """A loop that may fail once no group is needed: filters keep little of a policy that reached its accuracy."""
         try:
             await loop
         except Exception as error:
@@ -162,7 +160,7 @@ class TrainingRun:
             if not isinstance(first_cause(error), BufferClosed):
                 log.warning("no more groups, while the run ends anyway: %s", one_line(first_cause(error)))
             self.state.advance(Phase.DRAINING)
-            if self._batches.empty():  # else there is one to take, and `take_steps` ends after it
+            if self._batches.empty():  # else `take_steps` takes that batch and ends after it
                 self._batches.put_nowait(None)
 
     # Prompts and groups
@@ -188,12 +186,12 @@ class TrainingRun:
                 groups.create_task(self._run_group(item), name=f"group {item.group_id}")
 
     async def _run_group(self, item: RolloutRequest) -> None:
-        """Has one group generated and rewarded, and puts back into the buffer what came of it."""
+        """Have one group generated and rewarded, and return the result to the buffer."""
         telemetry, queue, started_at = self.telemetry, self.metrics.queue, time.time()
         queue.claimed(item.group_id)
         try:
             group = await self.workers.run_group(item)
-        except Exception as error:  # noqa: BLE001 - the edge of one group: its failure is counted and retried, not the run's
+        except Exception as error:  # noqa: BLE001 - it fails one group, which is counted and retried, not the run
             self._fail(item, error)
             return
         name, tokens = f"group {item.group_id}", group.num_generated_tokens
@@ -205,9 +203,9 @@ class TrainingRun:
         self.source.observe(group)
         try:
             reason = filter_reason(
-                group, item.prompt, dynamic_sampling=self._filter_zero_variance, own=self._own_filter
+                group, item.prompt, dynamic_sampling=self._filter_zero_variance, custom=self._custom_filter
             )
-        except GroupFilterError:  # ends the run; what it was given is written down
+        except GroupFilterError:  # ends the run; its input is recorded
             telemetry.record_group(group, item.prompt, "filtered", "group_filter_failed")
             raise
         telemetry.record_group(group, item.prompt, "filtered" if reason else "ready", reason)
@@ -220,7 +218,7 @@ class TrainingRun:
             self.buffer.finish(group)
 
     def _fail(self, item: RolloutRequest, error: Exception) -> None:
-        """An attempt raised: its group is tried again or dropped. Raises NoProgress if it was one too many."""
+        """Retry or drop the group of an attempt that raised. Raises NoProgress if it was one too many."""
         reason = one_line(first_cause(error))
         try:
             outcome = self.buffer.fail(item.group_id, error)
@@ -257,7 +255,7 @@ class TrainingRun:
         """Consumes: batches. Waits for: a batch, the learner, the pack. Unblocked by: `build_batches`; a request to
         stop, which takes effect between two steps.
 
-        A run that reached its accuracy trains one more step, if it finds groups for it, whose line carries that
+        A run that reached its accuracy trains one more step, if it finds groups for it; that step's record carries the
         evaluation or a newer one.
         """
         state, total, progress = self.state, self.cfg.trainer.total_steps, self.telemetry.progress
@@ -274,15 +272,15 @@ class TrainingRun:
             is_last = state.step >= total or state.stop_reason is not None
             if is_last:
                 state.advance(Phase.TRAINED)
-            else:  # the last line waits for the last evaluation
+            else:  # the last record waits for the last evaluation
                 await self.evaluator.after_step(self.weights.wait_until_live)
-                # Before the checkpoint: a run that resumes from there does not come back for the line.
+                # Before the checkpoint: a run that resumes from there would never write it.
                 await self._write_record()
             await self._checkpointer.after_step(state.step)
         await self._finish()
 
     async def _next_batch(self) -> tuple[list[Group], TrainBatch] | None:
-        """The next batch, or None once the run is asked to stop or none comes. Raises StallTimeout."""
+        """The next batch; None if the run is asked to stop or none comes. Raises StallTimeout."""
         if self._batches.empty():
             self.buffer.grow_slots()
         get = asyncio.create_task(self._batches.get())
@@ -290,8 +288,7 @@ class TrainingRun:
         limit_s, now = self.cfg.trainer.stall_timeout_s, asyncio.get_running_loop().time
         began = now()
         try:
-            # An evaluation pins the weights of its engine, and groups may have to wait for new ones; it has its own
-            # deadline.
+            # Groups may wait for weights while an evaluation pins their engine, which has its own deadline.
             while (left_s := limit_s - min(now() - began, self.evaluator.idle_s)) > CLOCK_RESOLUTION_S:
                 await asyncio.wait({get, stop}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if get.done():
@@ -299,7 +296,7 @@ class TrainingRun:
                 if stop.done():
                     return None
             if self.state.stop_reason is not None:
-                return None  # one step more was welcome, and not needed
+                return None  # one more step was welcome but not needed
             raise StallTimeout(
                 f"no batch for step {self.state.step} within trainer.stall_timeout_s={limit_s:g}: "
                 f"{self.buffer.waiting_for or 'the buffer waits for nothing'}; {self.buffer.stats()}"
@@ -310,10 +307,8 @@ class TrainingRun:
             stop.cancel()
 
     async def _train(self, groups: list[Group], batch: TrainBatch, *, waits_s: tuple[float, float]) -> None:
-        """One step of the learner; then its weights are on their way, and its line is made. A step that changed no
-        weight of the policy makes no version: what is live stays the newest.
-
-        Once begun the step continues where the caller is cancelled: see `emergency_save`.
+        """One step of the learner, the pack of its weights, and its record. A step that changed no weight of the policy
+        makes no version. Once begun, the step continues where the caller is cancelled: see `emergency_save`.
 
         Args:
             waits_s: for the batch, and how much of it during an evaluation.
@@ -331,7 +326,7 @@ class TrainingRun:
             state.step, state.version = step + 1, trained + is_new
             self._last_steps[state.version] = step
             ended_at = asyncio.get_running_loop().time()
-            self._make_record = partial(self._step_record, groups, batch, result, trained, waits_s, ended_at)
+            self._record = partial(self._step_record, groups, batch, result, trained, waits_s, ended_at)
             return is_new
 
         self._step = asyncio.create_task(train_step(), name="step")
@@ -339,11 +334,12 @@ class TrainingRun:
             await self.weights.publish(state.version)
         elif state.live_version == state.version:
             self._release(state.version)
-        if self._make_record is not None:
-            self._record = self._make_record()
+        if self._record is not None:
+            record = self._record()
+            self._record = lambda: record
 
     def _release(self, version: int) -> None:
-        """Free the slots of the steps whose weights are those of a version that is live, or older."""
+        """Free the slots of the steps up to this version, which is live."""
         steps = [self._last_steps.pop(made) for made in sorted(self._last_steps) if made <= version]
         if steps:
             self.buffer.release(steps[-1], version=version)
@@ -357,7 +353,7 @@ class TrainingRun:
         waits_s: tuple[float, float],
         ended_at: float,
     ) -> dict[str, object]:
-        """The line of a step, as things are now: its weights are on their way. `trained` is the version before it."""
+        """The record of a step whose weights are on their way. `trained` is the version before it."""
         state, report, stats = self.state, self.weights.last_report, self.buffer.stats()
         num_replicas = self.cfg.rollout.num_replicas
         return {
@@ -391,30 +387,27 @@ class TrainingRun:
         }
 
     async def _write_record(self) -> None:
-        """The line of the last step, with an evaluation that waits for one; nothing if it is written. It is written to
-        its end where the caller is cancelled, and the next caller waits for that."""
-        record = self._record
-        if record is None and self._make_record is not None:
-            record = self._make_record()
-        if record is not None:
-            self._record = self._make_record = None
+        """Write the record of the last step, with the newest unreported evaluation, once. A cancelled caller does not
+        end the write; the next caller waits for it."""
+        if self._record is not None:
+            record, self._record = self._record(), None
             if self.evaluator.is_possible:
                 record |= self.state.take_evaluation()
                 record["eval/failed_runs"] = self.state.num_failed_evaluations
-            self._writing = asyncio.create_task(self.telemetry.write_step(record), name="line")
+            self._writing = asyncio.create_task(self.telemetry.write_step(record), name="record")
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
     # The end
 
     async def _finish(self) -> None:
-        """After the last step: generation ends; the step is saved, goes live, is evaluated, written and exported.
+        """After the last step: generation ends; the step is saved, goes live, is evaluated, recorded and exported.
 
-        An interrupt leaves out the last evaluation and the export, and the run is reported as interrupted. Once the
-        last version is live, lost engines and rollout workers cost an evaluation at most: see `RunState.needs_engines`.
+        An interrupt skips the last evaluation and the export, and the run is reported as interrupted. Once the last
+        version is live, lost engines and workers cost an evaluation at most: see `RunState.needs_engines`. A process
+        that is killed meanwhile has saved the step, but not recorded it.
 
-        Waits for: the last sync, and each evaluation. Unblocked by: their deadlines, which an interrupt shortens. A
-        process that is killed meanwhile has saved the step, not its line.
+        Waits for: the last sync, and each evaluation. Unblocked by: their deadlines, which an interrupt shortens.
         """
         state, phase, interrupted = self.state, self.telemetry.progress.phase, self.state.interrupted
         state.advance(Phase.TRAINED)
@@ -427,15 +420,15 @@ class TrainingRun:
         finally:
             await self._write_record()
         if interrupted.is_set():
-            state.stop_reason = "interrupted"  # also where the accuracy was reached before: there is no export
+            state.stop_reason = "interrupted"  # also after the accuracy was reached: there is no export
         else:
             await self.devices.acquire_for_training()  # an export gathers whole parameters on the device
             await self._checkpointer.export()
         await self._checkpointer.at_end(state.step, is_interrupted=interrupted.is_set())  # it may have come meanwhile
 
     async def emergency_save(self) -> None:
-        """After a failure elsewhere: the step that the learner is in comes to its end, is written and saved. Nothing is
-        saved after a failure of the learner, whose weights are undefined. Raises nothing: failures here are logged.
+        """After a failure elsewhere, finish, record and save the step that the learner is in. Save nothing after a
+        failure of the learner, whose weights are undefined. Failures here are only logged.
 
         Waits for: the step, and the save. Unblocked by: their deadlines; cancellation.
         """
@@ -443,41 +436,38 @@ class TrainingRun:
         if self._step is not None and not self._step.done():
             with self.telemetry.progress.phase("finishing the step that the learner is in"):
                 await asyncio.wait({self._step})
-        # A step that was refused before it changed any weight leaves whole ones.
+        # A step that was refused changed no weight.
         has_whole_weights = self._step is None or (
             not self._step.cancelled() and isinstance(self._step.exception(), GradientsDiverged | None)
         )
-        await _log_failure(self._write_record(), "the line of the last step could not be written")
+        await _log_failure(self._write_record(), "the last step could not be recorded")
         if has_whole_weights and not self.learner.is_broken and state.step > (state.resumed_from_step or 0):
             save = self._checkpointer.at_end(state.step, is_interrupted=True)
-            await _log_failure(save, "what came after the last checkpoint could not be saved")
+            await _log_failure(save, "the steps after the last checkpoint could not be saved")
 
 
-def filter_reason(group: Group, prompt: Prompt, *, dynamic_sampling: bool, own: OwnFilter | None = None) -> str:
-    """Why a finished group is replaced before it costs a training slot; empty if it is to be trained."""
+def filter_reason(group: Group, prompt: Prompt, *, dynamic_sampling: bool, custom: OwnFilter | None = None) -> str:
+    """Why a finished group is not trained but replaced; empty if it is trained."""
     num_scored = sum(t.status != "failed" for t in group.trajectories)
     if num_scored < min(MIN_SCORED, len(group.trajectories)):
         return REWARDS_FAILED
     if dynamic_sampling and group.has_equal_rewards:
         return "zero_variance"
-    return "" if own is None else own(group, prompt)
+    return "" if custom is None else custom(group, prompt)
 
 
 def check_staleness(groups: Sequence[Group], *, version: int, max_staleness: int) -> None:
-    """The promise, asserted where it counts: before `version` is trained. A baseline is no older than what is compared
-    with it.
+    """Assert the staleness bound before `version` is trained, for baselines too.
 
     Raises:
-        StalenessViolation: with every group that is too old.
+        StalenessViolation: names every group that is too old.
     """
-    old = {g.group_id: g.start_version for g in groups if version - g.start_version > max_staleness}
-    oldest = {g.group_id: min(v) for g in groups if (v := [v for t in g.generated for v in t.policy_versions])}
-    old |= {group: sampled_by for group, sampled_by in oldest.items() if version - sampled_by > max_staleness}
+    oldest = {g.group_id: min([g.start_version, *(v for t in g.generated for v in t.policy_versions)]) for g in groups}
+    old = [f"{v} (group {group})" for group, v in sorted(oldest.items()) if version - v > max_staleness]
     if old:
         raise StalenessViolation(
             f"a step of version {version} with max_staleness={max_staleness} got groups that began at version "
-            f"{', '.join(f'{began} (group {group})' for group, began in sorted(old.items()))}; "
-            "this is a bug in the rollout buffer"
+            f"{', '.join(old)}; this is a bug in the rollout buffer"
         )
 
 

@@ -55,11 +55,11 @@ EXIT_CODES: dict[ExitReason, int] = {"completed": 0, "accuracy_reached": 0, "fai
 START_ERRORS = (ConfigurationError, DataError, ModelError, CheckpointError)
 """A run cannot begin as it is configured (exit code 2)."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, the end that a scheduler asks for, and a terminal that is closed (not with `nohup`, which ignores it)."""
+"""Ctrl-C, a scheduler that ends the job, and a terminal that closes (not under `nohup`, which ignores that)."""
 SAME_SIGNAL_S = 1.0
-"""Signals closer together count as one: a terminal and a parent process may both pass the same Ctrl-C on."""
+"""Signals closer together count as one: a terminal and a parent process may both pass on the same Ctrl-C."""
 _MIN_STEPS = 5
-"""`trainer.advise` needs so many, and two more for each step of staleness."""
+"""`trainer.advise` needs this many, and two more for each step of staleness."""
 
 
 def run(cfg: RunConfig, *, started_at: float) -> int:
@@ -68,7 +68,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
     `started_at` is the Unix time of the process start.
 
     Raises:
-        ConfigurationError, DataError: before anything was started or written (exit code 2).
+        ConfigurationError, DataError: nothing is started or written yet (exit code 2).
         Exception: the first cause of a failure (exit code 1); everything is stopped and written by then.
     """
     checked = preflight(cfg)
@@ -76,7 +76,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
     state = RunState(started_at=started_at, wall_clock=time.time)
     with session.claimed_run_dir(cfg, console) as run_dir:
         checked = recheck_resume(cfg, checked, run_dir.checkpoints)
-        run_dir.write_config(cfg)  # not before: it sets the one of the last start aside
+        run_dir.write_config(cfg)  # last, since it sets the config of the last start aside
         log_inputs(cfg, checked.inputs)
         if checked.resumed is not None:
             log_resumed(cfg, checked.resumed)
@@ -103,7 +103,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
 
 
 class TrainingFailed(RuntimeError):
-    """Training had begun, so the configuration is not the cause, whatever the type of the error (exit code 1)."""
+    """Training had begun, so whatever its type, the error is not one of the configuration (exit code 1)."""
 
 
 class Driver:
@@ -118,14 +118,14 @@ class Driver:
         self._listen: Callable[[], None] = lambda: None
 
     async def run(self) -> None:
-        """The whole life; returns when everything is stopped. An interrupted run returns like a finished one."""
+        """Returns when everything is stopped, also after an interrupt."""
         work = asyncio.create_task(self._work(), name="work")
         with _on_signals(partial(self._interrupt, work)) as self._listen:
             try:
                 await work
             except asyncio.CancelledError:
                 if self._failure is not None:
-                    raise self._failure  # noqa: B904 - it was interrupted on its way out, and has its own cause
+                    raise self._failure  # noqa: B904 - interrupted while it handled this failure
                 if self._state.stop_reason != "interrupted":
                     raise
 
@@ -141,7 +141,7 @@ class Driver:
             return
         log.warning("interrupted: stopping now")
         if self._failure is None:
-            self._state.stop_reason = "interrupted"  # whatever it was before
+            self._state.stop_reason = "interrupted"
         work.cancel()
 
     async def _work(self) -> None:
@@ -156,7 +156,7 @@ class Driver:
                 }
                 self._cluster = cluster = await _start_cluster(cfg, self._checked, known)
                 self._checked = replace(self._checked, placement=cluster.placement)
-                self._listen()  # Ray has put a handler for SIGTERM in place that ends the process
+                self._listen()  # Ray has installed a SIGTERM handler that ends the process
             try:
                 await self._with_cluster(model)
             finally:
@@ -188,7 +188,7 @@ class Driver:
                 live = await devices.sync(self._state.version)
                 if cfg.weight_sync.self_test:
                     await coordinator.self_test()
-            # Not before: a start that fails must not cost what earlier processes did.
+            # Only now, since a start that fails must not cost the work of earlier processes.
             await asyncio.to_thread(prepare_run_dir, cfg, self._telemetry.run_dir, checked.resumed)
             with rare_collections():
                 await self._train(actors, coordinator, devices, live)
@@ -206,8 +206,8 @@ class Driver:
         try:
             await training.run(*([] if self._cluster is None else [self._cluster.watch()]))
             state.stop("completed")
-        except Exception as error:  # noqa: BLE001 - it is raised again, after what was learned is saved
-            self._is_training = False  # an interrupt does not wait for what comes now
+        except Exception as error:  # noqa: BLE001 - it is raised again once the steps are saved
+            self._is_training = False  # from here an interrupt ends the process at once
             log.error("training failed after %d steps: %s", state.step, one_line(first_cause(error)))
             self._failure, state.stop_reason = error, "failed"
             if isinstance(error, START_ERRORS):
@@ -244,10 +244,10 @@ class Driver:
 
 
 async def _start_cluster(cfg: RunConfig, checked: PreflightResult, last_words: Mapping[str, object]) -> Cluster:
-    """Start Ray in a thread that the process does not wait for, since Ray has no deadline for an address that takes
+    """Start Ray in a thread that the process does not wait for, since Ray has no deadline for an address that accepts
     connections and does not respond. The kernel ends Ray's processes with the thread that started them, so it stays.
 
-    A start that is cancelled is finished first, or nothing would stop it; it has `trainer.shutdown_timeout_s` for that.
+    A cancelled start may finish within `trainer.shutdown_timeout_s`, so that the cluster can be stopped.
 
     Raises:
         TimeoutError: after `trainer.startup_timeout_s`, and `ray.placement_timeout_s` more on a cluster that is joined.
@@ -281,10 +281,8 @@ async def _start_cluster(cfg: RunConfig, checked: PreflightResult, last_words: M
 
 @contextlib.contextmanager
 def _on_signals(interrupt: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """`SIGNALS` call `interrupt` in the event loop while the block runs.
-
-    Yields a function that puts the handlers in place again after others have replaced them.
-    """
+    """`SIGNALS` call `interrupt` in the event loop while the block runs. Yields a function that installs the handlers
+    again after others have replaced them."""
     loop = asyncio.get_running_loop()
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     heard = [number for number in SIGNALS if not (is_nohup and number == signal.SIGHUP)]
@@ -303,7 +301,7 @@ def _on_signals(interrupt: Callable[[], None]) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]:
-    """Write summary.json when the block ends, also when it fails. A disk that refuses it is logged."""
+    """Write summary.json however the block ends. A disk that refuses it is logged."""
     error = ""
     try:
         yield
@@ -337,7 +335,7 @@ def _summary(cfg: RunConfig, state: RunState, run_dir: RunDir) -> Iterator[None]
         )
         try:
             session.write_summary(run_dir.summary, summary)
-        except OSError as refused:  # what was trained is safe, and this is no reason to fail
+        except OSError as refused:  # the checkpoints are safe
             log.warning("%s is not written: %s", run_dir.summary, refused)
 
 
@@ -346,7 +344,7 @@ def _exit_reason(state: RunState) -> ExitReason:
 
 
 def _say_goodbye(console: Console, state: RunState, run_dir: RunDir, *, max_staleness: int) -> None:
-    """How it ended, as the last line; before it the way to `trainer.advise`, where the run made enough steps for it."""
+    """The last line is how it ended; before it the command of `trainer.advise`, if there are enough steps for it."""
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     last = state.reached if state.stop_reason == "accuracy_reached" else state.last_evaluation
     own = state.step - (state.resumed_from_step or 0)

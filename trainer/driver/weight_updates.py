@@ -1,4 +1,4 @@
-"""New weights to the engines, and who uses the devices that learner and engines share."""
+"""New weights on their way to the engines, and turns on the devices that learner and engines share."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class DedicatedDevices:
-    """Learners and engines have separate devices: everything at any time."""
+    """Learners and engines have separate devices, and never wait for each other."""
 
     must_sync = False
     """Whether engines need a sync after a step that left the policy as it was."""
     offload_s = 0.0
-    """Part of the last `publish` in which the learner's memory left the devices."""
+    """Seconds of the last `publish` that moved the learner's memory off the devices."""
 
     def __init__(self, coordinator: SyncCoordinator) -> None:
         self._coordinator = coordinator
@@ -40,7 +40,7 @@ class DedicatedDevices:
 
     @asynccontextmanager
     async def engines_active(self) -> AsyncIterator[None]:
-        """Around what an engine needs its device for, in addition to generation."""
+        """Around a restart, which needs the engine's device."""
         yield
 
     async def publish(self, version: int) -> float:
@@ -55,13 +55,13 @@ class DedicatedDevices:
 
 
 class ColocatedDevices(DedicatedDevices):
-    """One learner rank and one engine worker on every device. Either side's memory is there, never both.
+    """One learner rank and one engine worker on every device, with the memory of one side at a time.
 
-    What stays on a device all the time: two contexts, the arena with the packed weights, captured graphs.
+    Two contexts, the arena with the packed weights and captured graphs stay on the device.
     """
 
     must_sync = True
-    """It is what wakes the engines, and brings back the weights that they dropped in sleep mode."""
+    """The commit of a new version wakes the engines and replaces the weights that they dropped in sleep mode."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ColocatedDevices(DedicatedDevices):
     ) -> None:
         """
         Args:
-            engines: actors by name; a restart puts the new one in here.
+            engines: actors by name; a restart replaces the one in here.
             sleep_timeout_s: deadline of an engine to enter sleep mode.
         """
         super().__init__(coordinator)
@@ -84,20 +84,16 @@ class ColocatedDevices(DedicatedDevices):
         self._tracer, self._kill, self._clock = tracer, kill, clock
         self._sleep_timeout_s = sleep_timeout_s
         self._devices = asyncio.Lock()
-        """Held by the learner until its version has been moved, and while something else needs the engines active."""
+        """Held by the learner until its version is live, and by restarts."""
         self._engines_updated = asyncio.Event()
-        """The engines have taken what the learner published last."""
+        """The engines have the newest published version."""
         self._engines_updated.set()
         self._is_held_by_learner = self._is_learner_onloaded = False
         self._record: dict[str, float] = {}
 
     async def acquire_for_training(self) -> None:
         """Consumes: nothing. Waits for: the end of the last sync, and of a restart. Unblocked by: `sync`, which has a
-        deadline. Does nothing where the learner has the devices.
-
-        Raises:
-            LearnerError: a rank did not get its memory back.
-        """
+        deadline. Idempotent. Raises LearnerError if a rank did not get its memory back."""
         if self._is_learner_onloaded:
             return
         await self._engines_updated.wait()
@@ -112,7 +108,7 @@ class ColocatedDevices(DedicatedDevices):
         self._record["devices/onload_bytes"] = sum(one.nbytes for one in moved)
 
     async def publish(self, version: int) -> float:
-        """As the coordinator's; the learner's memory is on the host afterwards."""
+        """As the coordinator's; then the learner's memory is on the host."""
         seconds = await super().publish(version)
         with self._timed("offload"):
             moved = await self._learner.offload()
@@ -121,8 +117,8 @@ class ColocatedDevices(DedicatedDevices):
         return seconds
 
     async def sync(self, version: int) -> SyncReport:
-        """As the coordinator's; the devices are the engines' then. A sync that fails leaves them to engines that are
-        started again, but not to the learner: `sync` must be tried again first."""
+        """As the coordinator's; then the engines have the devices. After a sync that fails, restarts may use them, but
+        the learner waits until another one succeeds."""
         if not self._is_held_by_learner:
             await self._devices.acquire()
         try:
@@ -147,14 +143,13 @@ class ColocatedDevices(DedicatedDevices):
         return {**self._record}
 
     async def _put_to_sleep(self) -> None:
-        """Engines that are lost, or fail to enter sleep mode, are killed: they would keep their memory. The next sync
-        notices, and the others continue."""
+        """Kill engines that are lost or do not enter sleep mode, since they would keep their memory."""
 
         async def sleep(name: str, actor: Any) -> None:
             hint = "increase weight_sync.timeout_s if it was on its way"
             try:
                 await call(actor.sleep.remote(), timeout_s=self._sleep_timeout_s, who=name, what="sleep", hint=hint)
-            except Exception as error:  # noqa: BLE001 - whatever it is, its memory must go
+            except Exception as error:  # noqa: BLE001 - its memory must be freed in any case
                 log.warning("%s did not enter sleep mode and is killed: %s", name, one_line(first_cause(error)))
                 self._kill(actor)
 
@@ -177,8 +172,8 @@ class ColocatedDevices(DedicatedDevices):
 class WeightUpdater:
     """Publishing blocks the learner for the pack only; `run` moves and commits the weights.
 
-    At most one version is being moved and at most one waits. A newer version replaces the one that waits: its steps
-    become live together with the newer one. Where no engine takes a version, it waits until one has been restarted.
+    At most one version is being moved and one waits. A newer version supersedes the one that waits, and goes live for
+    both. A version that no engine takes waits until an engine has been restarted.
     """
 
     def __init__(
@@ -194,7 +189,7 @@ class WeightUpdater:
         Args:
             wait_for_engine: (why no engine took a version) returns when it may be tried again; raises that error if
                 no engine comes back.
-            first: the report of the version that is live already.
+            first: of the version that is live already.
         """
         self._devices, self._tracer = devices, tracer
         self._on_live, self._wait_for_engine = on_live, wait_for_engine
@@ -206,16 +201,12 @@ class WeightUpdater:
         """Of the last sync that ended."""
 
     async def publish(self, version: int) -> float:
-        """Pack `version` on all learner ranks; returns the seconds that took.
-
-        Raises:
-            WeightSyncError: a rank could not pack.
-        """
+        """Pack `version` on all learner ranks; returns the seconds that took. Raises WeightSyncError."""
         if self._waiting is not None:
-            # No engine has begun to read it, so its slot may be taken; `run` must not begin while it is overwritten.
+            # No engine reads it yet, so its slot may be taken; `run` must not begin while it is overwritten.
             log.debug("version %d supersedes %d before it was moved", version, self._waiting)
             self._waiting = None
-        # Stays so if the pack fails: that ends the run, and `run` must not end it first with what followed from it.
+        # Stays True if the pack fails, so that `run` does not end the run first with an error that follows from it.
         self._is_packing = True
         with self._tracer.span("sync", f"pack v{version}"):
             seconds = await self._devices.publish(version)
@@ -226,8 +217,8 @@ class WeightUpdater:
         return seconds
 
     async def run(self) -> None:
-        """Consumes: the newest published version. Waits for: `publish`, then the engines; without any, for one that is
-        started again. Unblocked by: cancellation, or the deadlines of sync and restart.
+        """Consumes: the newest published version. Waits for: `publish`, then the engines, or a restart where none is
+        left. Unblocked by: cancellation, or the deadlines of sync and restart.
 
         Raises:
             PublisherLost: a learner is gone, which no engine can replace.
@@ -248,12 +239,11 @@ class WeightUpdater:
                 self._changed.notify_all()
 
     async def _move(self, version: int) -> SyncReport | None:
-        """None if a newer version has taken its place: that one goes live for both."""
+        """None if a newer version goes live for both."""
         while True:
             try:
                 report = await self._devices.sync(version)
             except VersionUnavailable as error:
-                # It waited too long for its turn.
                 if not await self._is_superseded():
                     raise
                 log.info("version %d was superseded on its way: %s", version, error)
@@ -265,23 +255,23 @@ class WeightUpdater:
                 if await self._is_superseded():
                     return None
             else:
-                # It may have waited for an evaluation before it began.
+                # From its end, since it may have waited for an evaluation before it began.
                 self._trace(report, time.time() - report.end_to_end_s)
                 return report
 
     async def _is_superseded(self) -> bool:
-        """Whether a newer version waits. One that is being packed is waited for: its slot is already taken."""
+        """Whether a newer version waits, also after the pack that is under way and has taken the slot."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is_packing)
             return self._waiting is not None
 
     async def wait_until_live(self) -> None:
-        """Wait until the newest published version is live. Bounded by the deadline of the sync, which fails the run."""
+        """Wait for the newest published version, at most until the deadline of the sync, which fails the run."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._live >= self._published)
 
     def _trace(self, report: SyncReport, started_at: float) -> None:
-        """The sync, and of each replica the bytes and digests on the way to it and the pause of its generation."""
+        """The sync, and for each replica its pull, its digests and the pause of its generation."""
         span = self._tracer.add_span
         span(
             "sync",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from rollout.engine.vllm_config import engine_args
+from rollout.errors import EngineDead
 from rollout.fleet.adaptive_limit import LimitRange
 from rollout.fleet.consolidation import ConsolidationRule
 from rollout.reward.process import LOAD_TIMEOUT_S
@@ -24,9 +26,10 @@ from trainer.config.algorithm import ESTIMATORS, KlConfig
 from trainer.config.compose import load_config
 from trainer.config.schema import LoraConfig
 from trainer.driver import actors as compose
-from trainer.driver.actors import Actors, engine_spec, for_actors, group_timeout_s, replace_engine, worker_spec
+from trainer.driver.actors import Actors, engine_spec, for_actors, group_timeout_s, worker_spec
 from trainer.driver.checkpointing import find_resume_point
 from trainer.driver.placement import plan_placement
+from trainer.driver.weight_updates import DedicatedDevices
 from trainer.learner import checkpoint
 from trainer.learner.actor import SetupReport
 from trainer.learner.group import LearnerGroup, RankHandle
@@ -356,30 +359,40 @@ async def test_a_learner_that_does_not_close_is_known_to_hang() -> None:
 @pytest.mark.parametrize(
     ("fails_at", "log"),
     [
-        ("", ["kill old", "join"]),
+        ("", ["kill old", "join replica_0"]),
         ("start", ["kill old", "kill new"]),
-        ("join", ["kill old", "join", "kill new"]),
+        ("join", ["kill old", "join replica_0", "kill new"]),
     ],
 )
-async def test_an_engine_without_weights_is_killed(
+@in_virtual_time
+async def test_a_lost_engine_is_replaced_and_a_new_one_without_weights_is_killed(
     fails_at: str, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[str] = []
+    cfg, found = config(rollout={"max_engine_restarts": 1}), list[str]()
     new = HandActor(start=OSError("no") if fails_at == "start" else None)
+    old = HandActor(load=EngineDead("it died"))
 
-    async def join(_: object) -> int:
-        found.append("join")
+    async def join(replica: EngineReplica) -> int:
+        found.append(f"join {replica.name}")
         if fails_at == "join":
             raise OSError("no")
         return 7
 
+    def made(*_: object, name: str, version: int) -> HandActor:
+        assert (name, version) == ("replica_0_restart_1", 5)
+        return new
+
     monkeypatch.setattr(compose.ray, "kill", lambda actor: found.append("kill new" if actor is new else "kill old"))
-    coordinator: Any = SimpleNamespace(join=join)
-    engines: dict[str, Any] = {"r0": object()}
-    replaced = replace_engine("r0", lambda: new, engines=engines, coordinator=coordinator, timeout_s=5.0)
-    if fails_at:
-        with pytest.raises(OSError, match="no"):
-            await replaced
-    else:
-        assert (await replaced, engines) == (7, {"r0": new})
+    monkeypatch.setattr(compose, "new_engine", made)
+    coordinator: Any = SimpleNamespace(join=join, members={"replica_0": "live"})
+    actors, backend = without_learner(replica_0=old), get_backend("cpu")
+    placement = plan_placement(cfg, resource=None)
+    fleet = compose.make_fleet(
+        cfg, placement, backend, actors, coordinator, DedicatedDevices(coordinator), live_version=lambda: 5
+    )
+    watch = asyncio.create_task(fleet.watch(needs_groups=lambda: False, needs_engines=lambda: True))
+    await asyncio.sleep(3.0)
+    watch.cancel()
     assert found == log
+    assert actors.engines == {"replica_0": new}
+    assert bool(fleet.lost_engines) == bool(fails_at)

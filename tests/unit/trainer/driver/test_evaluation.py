@@ -673,27 +673,6 @@ def test_every_evaluation_has_a_record_and_responses_that_give_its_accuracy(
         assert {one["status"] for one in answers} == {"scored"}
 
 
-def test_a_version_that_is_evaluated_again_after_a_resume_has_a_second_file(
-    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    first = scripted(QUICK, trainer={"total_steps": 4})
-    play(first)
-    before = answers_of(first, all_evaluations(first)[-1])
-    again = replace(QUICK, accuracy_of=lambda _version: 0.75)
-    second = scripted(again, state=resumed_state(4), trainer={"total_steps": 6})
-    play(second)
-    written = [(line["version"], line["accuracy"], line["answers"]) for line in all_evaluations(second)]
-    assert written[-3:] == [
-        (4, 0.4, "evaluations/version_4.jsonl"),
-        (4, 0.75, "evaluations/version_4.2.jsonl"),
-        (6, 0.75, "evaluations/version_6.jsonl"),
-    ]
-    assert answers_of(second, {"answers": written[-3][2]}) == before
-    assert {reward for one in answers_of(second, {"answers": written[-2][2]}) for reward in one["rewards"]} == {0.75}
-    assert "evaluations/version_4.2" in caplog.text
-
-
 def changing(run: ScriptedRun, change: Callable[[list[Any]], list[Any]]) -> None:
     """The responses of every evaluation."""
     evaluate = run.world.evaluate

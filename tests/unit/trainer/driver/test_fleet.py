@@ -622,7 +622,7 @@ async def test_requests_of_an_engine_that_stops_continue_elsewhere_from_their_pr
         group = await asyncio.wait_for(running, SILENCE_S / 2 + SOON_S)
         assert [rollout_worker.generated(t) for t in group.trajectories] == [rollout_worker.ANSWER] * 4
         assert min(len(tokens) for tokens in other.calls[0].token_ids) > len(rollout_worker.item().prompt.token_ids)
-        reason = "it has requests and gave no token for 41 s" if replies else "answered no poll for"
+        reason = "it has requests and gave no token for 41 s" if replies else "replied to no poll for"
         assert reason in fleet.lost_engines["a"]
 
 

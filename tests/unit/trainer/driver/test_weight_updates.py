@@ -1,13 +1,9 @@
-"""New weights on their way to the engines, and the devices that learner and engines share.
-
-That the two sides wait for each other, whatever is lost, is for tests/simulation/test_shared_devices.py.
-"""
+"""New weights on their way to the engines. Turns on shared devices are in tests/simulation."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,14 +14,14 @@ from tests.fakes.scripted_run import config, sync_report
 from tests.fakes.virtual_time import run_virtual
 from trainer.driver import actors, weight_updates
 from trainer.driver.placement import plan_placement
-from trainer.driver.weight_updates import ColocatedDevices, WeightUpdater
+from trainer.driver.weight_updates import WeightUpdater
 from trainer.telemetry.trace import Tracer
 from weight_sync.device.select import get_backend
 from weight_sync.errors import PublisherLost, PullTimeout, VersionUnavailable
 from weight_sync.messages import ReplicaTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from pathlib import Path
 
     from weight_sync.messages import SyncReport
@@ -217,104 +213,3 @@ def test_no_engine_is_ended_while_a_sync_may_still_try_again(
     placement = plan_placement(cfg, resource=None)
     actors.new_engine(cfg, placement, get_backend("cpu"), name="replica_0", version=0)
     assert limits == [limit_s]
-
-
-# Devices that learner and engines share
-
-
-OFFLOAD_S = 3.0
-MOVED = [SimpleNamespace(nbytes=100, free_bytes=free, total_bytes=80) for free in (60, 20)]
-TURN = ["r0 sleeps", "r1 sleeps", "onload"]
-
-
-class World:
-    """Learner, coordinator and two engines; a third is dead. Fails when both sides are on the devices."""
-
-    def __init__(self, broken: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-        self.now = 0.0
-        self.log: list[str] = []
-        self.asleep: set[str] = set()
-        self.is_learner_here = False
-        self.members: Mapping[str, str] = {"r0": "live", "r1": "live", "r2": "dead"}
-        self.engines = {
-            name: SimpleNamespace(name=name, sleep=SimpleNamespace(remote=self._sleeper(name))) for name in self.members
-        }
-        self.broken = broken
-        self.killed: list[str] = []
-        anything: Any = self
-        self.devices = ColocatedDevices(
-            anything,
-            anything,
-            self.engines,
-            tracer=Tracer(None),
-            sleep_timeout_s=5.0,
-            kill=lambda actor: self.killed.append(actor.name),
-            clock=lambda: self.now,
-        )
-
-    def _sleeper(self, name: str) -> Any:
-        def sleep() -> Any:
-            future: Future[None] = Future()
-            if name in self.broken:
-                future.set_exception(RuntimeError(f"{name} is broken"))
-            else:
-                self.asleep.add(name)
-                self.log.append(f"{name} sleeps")
-                future.set_result(None)
-            return SimpleNamespace(future=lambda: future)
-
-        return sleep
-
-    async def onload(self) -> Any:
-        assert self.asleep | self.broken == {"r0", "r1"}, "an engine is still there"
-        self.is_learner_here = True
-        self.log.append("onload")
-        return MOVED
-
-    async def offload(self) -> Any:
-        self.is_learner_here = False
-        self.now += OFFLOAD_S
-        self.log.append("offload")
-        return MOVED
-
-    async def publish(self, version: int) -> float:
-        assert self.is_learner_here
-        self.log.append(f"publish {version}")
-        return 0.5
-
-    async def sync(self, version: int) -> SyncReport:
-        assert not self.is_learner_here, "the learner is still there"
-        await asyncio.sleep(0.01)
-        self.asleep.clear()
-        self.log.append(f"sync {version}")
-        return sync_report(version)
-
-
-async def test_a_step_takes_the_devices_and_gives_them_back() -> None:
-    world = World()
-    devices = world.devices
-    for version in (1, 2):
-        await devices.acquire_for_training()
-        await devices.acquire_for_training()
-        assert await devices.publish(version) == 0.5
-        await devices.sync(version)
-    assert world.log == [*TURN, "publish 1", "offload", "sync 1", *TURN, "publish 2", "offload", "sync 2"]
-    record = devices.record()
-    assert (record["devices/onload_bytes"], record["devices/free_frac"]) == (200, 0.25)
-    assert {"devices/sleep_s", "devices/onload_s", "devices/offload_s"} < set(record)
-    assert devices.offload_s == record["devices/offload_s"] == OFFLOAD_S
-    await devices.acquire_for_training()
-    assert devices.offload_s == 0, "this turn's is still to come"
-
-
-@pytest.mark.parametrize(
-    ("broken", "log", "killed"),
-    [({"r0"}, ["r1 sleeps", "onload"], ["r2", "r0"]), ({"r0", "r1"}, ["onload"], ["r2", "r0", "r1"])],
-)
-async def test_engines_that_do_not_enter_sleep_mode_are_killed_and_stop_no_step(
-    broken: set[str], log: list[str], killed: list[str]
-) -> None:
-    """Lost ones, too: they would keep their memory."""
-    world = World(broken)
-    await world.devices.acquire_for_training()
-    assert (world.log, world.killed) == (log, killed)
