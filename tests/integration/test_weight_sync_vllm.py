@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -140,7 +141,8 @@ async def running(folder: Path, num_workers: int, **parallel: int) -> AsyncItera
     try:
         yield Rig(ranks, engine, num_workers)
     finally:
-        engine.shutdown()
+        with suppress(psutil.NoSuchProcess):  # vLLM looks at a child that may end at this moment
+            engine.shutdown()
         del engine
         gc.collect()  # its finalizer must not run after the interpreter has torn vLLM down
         for rank in ranks:

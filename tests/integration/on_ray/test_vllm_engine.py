@@ -14,7 +14,7 @@ from rollout.types import SamplingParams
 from tests.fakes.tiny_vllm import make_spec, random_prompt
 from weight_sync.device.select import get_backend
 
-pytestmark = pytest.mark.timing
+pytestmark = [pytest.mark.timing, pytest.mark.full]
 
 
 async def test_a_group_streams_and_a_killed_engine_process_is_reported(cluster: None, vllm_model: Path) -> None:
