@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout.engine.actor import EngineActor
-from rollout.engine.interface import Engine, EngineSpec
+from rollout.engine.interface import EngineSpec
 from rollout.errors import EngineDead
 from rollout.types import SamplingParams, TokenChunk
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -22,21 +22,19 @@ PROMPT = np.array([1, 2], np.int32)
 
 
 async def started(**faults: object) -> tuple[EngineActor, ScriptedEngine]:
-    built: list[ScriptedEngine] = []
-
-    def build(spec: EngineSpec) -> Engine:
-        built.append(ScriptedEngine(spec, script=lambda prompt, position, version: (position, -float(len(prompt)))))
-        return built[0]
-
-    actor = EngineActor(EngineSpec(model="scripted", stream_interval=4, env=ENVIRONMENT), build=build)
+    engine = ScriptedEngine(
+        EngineSpec(model="scripted", stream_interval=4, env=ENVIRONMENT),
+        script=lambda prompt, position, version: (position, -float(len(prompt))),
+    )
+    actor = EngineActor(engine._spec, build=lambda _: engine)
     for name, value in faults.items():
-        setattr(built[0].faults, name, value)
+        setattr(engine.faults, name, value)
     await actor.start()
-    return actor, built[0]
+    return actor, engine
 
 
 def group(actor: EngineActor, **lengths: int) -> Any:
-    params = [SamplingParams(max_tokens=length, seed=i) for i, length in enumerate(lengths.values())]
+    params = [SamplingParams(max_tokens=length) for length in lengths.values()]
     return actor.generate_group(list(lengths), [PROMPT] * len(lengths), params)
 
 
@@ -58,20 +56,16 @@ async def test_an_engine_whose_environment_is_wrong_is_not_started(
 
 async def test_one_stream_gives_every_request_whole_and_in_order_whatever_its_prompt() -> None:
     actor, engine = await started()
-    by_index: dict[int, list[TokenChunk]] = {0: [], 1: [], 2: []}
-    prompts, lengths, num_items = [PROMPT, PROMPT, np.arange(5, dtype=np.int32)], (3, 10, 17), 0
-    params = [SamplingParams(max_tokens=length, seed=i) for i, length in enumerate(lengths)]
-    async for items in actor.generate_group(["a", "b", "c"], prompts, params):
-        num_items += 1
-        for index, chunk in items:
-            by_index[index].append(chunk)
-    for index, length in enumerate(lengths):
-        assert np.concatenate([c.token_ids for c in by_index[index]]).tolist() == list(range(length))
-        assert {float(x) for c in by_index[index] for x in c.logprobs} == {-float(len(prompts[index]))}
-        assert [c.finish_reason for c in by_index[index]][-1] == "length"
-    assert num_items < sum(len(chunks) for chunks in by_index.values()), "chunks that are ready travel together"
+    prompts, lengths = [PROMPT, PROMPT, np.arange(5, dtype=np.int32)], (3, 10, 17)
+    params = [SamplingParams(max_tokens=length) for length in lengths]
+    items = [chunks async for chunks in actor.generate_group(["a", "b", "c"], prompts, params)]
+    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        chunks = [chunk for chunks in items for number, chunk in chunks if number == index]
+        assert np.concatenate([c.token_ids for c in chunks]).tolist() == list(range(length))
+        assert {float(x) for c in chunks for x in c.logprobs} == {-float(len(prompt))}
+        assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len(items) < sum(map(len, items)), "chunks that are ready travel together"
     assert engine.status().generated_tokens == 30
-    await actor.close()
 
 
 async def test_a_dead_engine_ends_the_group_after_the_chunks_it_gave() -> None:
@@ -81,7 +75,6 @@ async def test_a_dead_engine_ends_the_group_after_the_chunks_it_gave() -> None:
         async for items in group(actor, a=100):
             received += sum(len(chunk.token_ids) for _, chunk in items)
     assert received == 8, "two whole chunks of 4 before the ninth token"
-    await actor.close()
 
 
 async def test_closing_a_group_stream_aborts_its_requests() -> None:
@@ -89,7 +82,6 @@ async def test_closing_a_group_stream_aborts_its_requests() -> None:
     async with aclosing(group(actor, a=4000, b=4000)) as stream:
         await anext(stream)
     assert engine.status().running == engine.status().unstarted == 0
-    await actor.close()
 
 
 async def test_an_abort_that_comes_together_with_its_group_ends_it() -> None:
@@ -102,7 +94,6 @@ async def test_an_abort_that_comes_together_with_its_group_ends_it() -> None:
     chunks, _ = await asyncio.gather(consume(), actor.abort(["a", "b", "unknown"]))
     assert [chunk.finish_reason for chunk in chunks] == ["abort", "abort"]
     assert engine.status().generated_tokens == 0
-    await actor.close()
 
 
 async def test_a_worker_call_that_hangs_kills_the_engine() -> None:
@@ -112,4 +103,3 @@ async def test_a_worker_call_that_hangs_kills_the_engine() -> None:
     with pytest.raises(EngineDead):
         await actor.commit(1, "ws_commit", [], 0.01)
     assert engine.faults.worker_calls == [("ws_poll", (1,))]
-    await actor.close()

@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rollout.engine.interface import EngineSpec
 from rollout.engine.weight_commit import EngineGate, Outcome
-from tests.fakes.scripted_engine import ScriptedEngine
 from tests.fakes.virtual_time import in_virtual_time
-from weight_sync.messages import Reply, encode
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -64,30 +61,22 @@ class World:
             self.log.append("is inside")
 
 
-def soon(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    return asyncio.create_task(coroutine)
+async def begin(*coroutines: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    await asyncio.sleep(0)
+    return tasks
 
 
 @in_virtual_time
-async def test_a_commit_waits_for_requests_that_are_half_way_in() -> None:
+async def test_a_commit_waits_for_requests_that_are_half_way_in_and_no_request_enters_during_it() -> None:
     world = World()
-    entering = soon(world.enter(takes_s=1.0))
-    await asyncio.sleep(0)
-    await asyncio.gather(entering, world.commit())
-    assert world.log == ["enters", "is inside", "commit begins", "commit ends", "resumes"]
-
-
-@in_virtual_time
-async def test_no_request_enters_during_a_commit_and_all_do_after_it() -> None:
-    world = World()
-    committing = soon(world.commit())
-    await asyncio.sleep(0)
-    entering = [soon(world.enter()) for _ in range(5)]
-    await asyncio.sleep(0.5)
-    assert world.gate.num_waiting == 5 and "enters" not in world.log
-    await asyncio.gather(committing, *entering)
-    assert world.gate.num_waiting == 0
-    assert world.log.count("is inside") == 5
+    await begin(world.enter(takes_s=1.0), world.commit())
+    late = await begin(*(world.enter() for _ in range(5)))
+    await asyncio.sleep(1.5)
+    assert world.log == ["enters", "is inside", "commit begins"] and world.gate.num_waiting == 5
+    await asyncio.gather(*late)
+    assert world.log[3:5] == ["commit ends", "resumes"]
+    assert world.log.count("is inside") == 6 and world.gate.num_waiting == 0
 
 
 @pytest.mark.parametrize("turns", range(4))
@@ -95,9 +84,8 @@ async def test_no_request_enters_during_a_commit_and_all_do_after_it() -> None:
 async def test_a_request_that_is_cancelled_on_its_way_is_not_inside(turns: int) -> None:
     """Ten enter one behind the other once the gate opens, and are cancelled wherever they are by then."""
     world = World()
-    committing = soon(world.commit())
-    await asyncio.sleep(0)
-    entering = [soon(world.enter()) for _ in range(10)]
+    (committing,) = await begin(world.commit())
+    entering = await begin(*(world.enter() for _ in range(10)))
     await committing
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -136,7 +124,7 @@ async def test_commit_and_sleep_never_overlap_whoever_comes_first() -> None:
 async def test_the_gate_stays_closed_from_sleep_to_the_commit_that_wakes() -> None:
     world = World()
     await world.sleep()
-    entering = soon(world.enter())
+    (entering,) = await begin(world.enter())
     await world.commit("failed")
     await asyncio.sleep(1.0)
     assert not entering.done() and world.gate.is_asleep and world.gate.is_paused
@@ -185,7 +173,7 @@ DIES = "dies: its weights are a mixture of versions and no commit repaired them:
     ],
 )
 @in_virtual_time
-async def test_a_mixture_that_no_commit_repairs_is_cancelled_at_the_limit_and_not_before(
+async def test_a_mixture_that_no_commit_repairs_is_the_death_of_the_engine_at_the_limit_and_not_before(
     then: tuple[Any, ...], ends: list[str]
 ) -> None:
     world = World()
@@ -210,18 +198,3 @@ async def test_a_resume_that_fails_is_tried_again_from_the_limit_on(caplog: pyte
     assert not world.gate.is_paused
     assert world.log[-1] == "resumes"
     assert caplog.text.count("a pause could not be ended") == 2
-
-
-async def test_the_limit_of_an_engine_is_that_of_its_spec() -> None:
-    replies = [Reply(ok=False, dirty=True), Reply(ok=True), Reply(ok=False, dirty=True)]
-    spec = EngineSpec(model="scripted", pause_limit_s=0.05)
-    engine = ScriptedEngine(spec, workers=lambda *_: [encode(replies.pop(0))])
-    await engine.start()
-    await engine.commit(1, "ws_commit", timeout_s=5.0)
-    await engine.commit(1, "ws_commit", timeout_s=5.0)
-    await asyncio.sleep(0.1)
-    assert engine.version == 1 and not engine.status().is_dead
-    await engine.commit(2, "ws_commit", timeout_s=5.0)
-    async with asyncio.timeout(5):
-        while not engine.status().is_dead:
-            await asyncio.sleep(0.01)
