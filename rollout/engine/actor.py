@@ -26,7 +26,7 @@ PAUSE_LIMIT_S = 300.0
 
 
 class EngineActor:
-    """Builds one engine and forwards calls to it. Plain class: `engine_actor()` is the same under Ray."""
+    """Builds one engine and forwards calls to it. A plain class: `engine_actor()` is the same under Ray."""
 
     def __init__(
         self,
@@ -42,11 +42,7 @@ class EngineActor:
         self._engine = build(self._spec)
 
     async def start(self) -> Mapping[str, float]:
-        """See `Engine.start`.
-
-        Raises:
-            DeviceError: the environment is not what the device needs; names what is wrong with each variable.
-        """
+        """See `Engine.start`. Raises DeviceError if the environment is not what the device needs."""
         if problems := backend_called(self._spec.device).check_env("engine", engine_environ(self._spec)):
             raise DeviceError("; ".join(problems))
         return await self._engine.start()
@@ -55,10 +51,8 @@ class EngineActor:
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[list[tuple[int, TokenChunk]], None]:
         """Many requests in one stream, because an item of a Ray stream costs about a millisecond: lists of (index into
-        `request_ids`, chunk) as they come.
-
-        Chunks that are ready together travel together. Each request's chunks keep their order, and its last one has a
-        finish reason. Closing the stream aborts what still runs.
+        `request_ids`, chunk). Chunks that are ready together travel together; those of a request keep their order.
+        Closing the stream aborts what still runs.
 
         Raises:
             EngineDead: after every chunk that was ready has been yielded.
@@ -117,7 +111,6 @@ def engine_actor() -> Any:
     Example:
         env = {variable.name: variable.value for variable in get_backend("cpu").process_env("engine")}
         actor = engine_actor().options(num_cpus=1, runtime_env={"env_vars": env}).remote(spec)
-        seconds = ray.get(actor.start.remote())
         async for ref in actor.generate_group.remote(ids, [tokens] * len(ids), params):
             for index, chunk in await ref: ...
     """

@@ -1,8 +1,4 @@
-"""What an engine is to the rest of rollout: its spec, its reports, its methods.
-
-An `Engine` is one replica: it takes token ids, returns tokens with log-probabilities in chunks, and swaps its weights
-between two steps. Importing this module needs neither torch nor vLLM nor Ray.
-"""
+"""What an engine is to the rest of rollout: its spec, its reports, its methods. Imports no torch, vLLM or Ray."""
 
 from __future__ import annotations
 
@@ -34,33 +30,34 @@ class EngineSpec:
     model: str
     """Directory with config and weights (or any name the engine can resolve)."""
     tokenizer: str = ""
-    """Gives the end token and finds stop strings; empty reads end tokens from `model`'s generation config alone and
-    refuses stop strings. The engine itself never tokenizes: it is token-in, token-out."""
+    """For its end token, and to find stop strings; without one (empty) stop strings are refused, and end tokens are
+    those of `model`'s generation config. The engine itself is token-in, token-out."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model or tokenizer."""
     device: str = "cpu"
-    """Name of the device backend. "cpu" starts one process less and sizes the KV cache by `kv_cache_gib`."""
+    """Name of the device backend."""
     dtype: str = "bfloat16"
     tensor_parallel_size: int = 1
     max_model_len: int = 4096
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.85
     kv_cache_gib: float = 1.0
+    """Size of the KV cache, on "cpu"."""
     num_threads: int = 1
     """Compute threads per worker, on "cpu"."""
     enforce_eager: bool = False
     reports_load: bool = False
-    """Whether the engine collects figures of its cache and queue for `Engine.load`, at a small cost per step."""
+    """Collect figures of cache and queue for `Engine.load`, at a small cost per step."""
     stream_interval: int = 64
     """Most tokens of one chunk: what a caller loses if the engine dies."""
     seed: int = 0
     in_flight: InFlight = "keep"
     """What a commit does to running requests: "keep" continues with their KV (those without a token start again),
-    "recompute" rebuilds it under the new weights, "abort" ends them; the caller resubmits prompt plus tokens so far."""
+    "recompute" rebuilds it under the new weights, "abort" ends them, for the caller to resubmit."""
     pause_limit_s: float = 300.0
-    """How long a pause that a commit left behind may last; longer than any commit takes."""
+    """Of a pause that a commit left behind; longer than any commit takes."""
     initial_version: int = 0
-    """The policy version of the weights the engine starts with."""
+    """Of the weights that the engine starts with."""
     stop_token_ids: tuple[int, ...] = ()
     """End tokens besides those of the model's generation config and the tokenizer."""
     lora_rank: int = 0
@@ -101,31 +98,30 @@ class EngineTimes:
     """Distinguishes it from one that took its place."""
     up_s: float
     busy_s: float
-    """For how long it has had requests inside it, from any sender."""
+    """With requests inside it, from any sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """One engine as of its last step: what decides whether it gets more requests or fewer."""
+    """One engine as of its last step. None is what the engine does not report."""
 
     running: int
     """Requests in its batch."""
     waiting: int
-    """Requests that wait inside it for a place in the batch or in the cache."""
+    """Requests inside it that wait for a place in the batch or in the cache."""
     kv_usage_frac: float | None
-    """Share of the KV cache that running requests hold; None where the engine does not report it."""
+    """Share of the KV cache that running requests hold."""
     num_preemptions: int | None
-    """Requests that lost their cache to others, since start; None where the engine does not report it."""
+    """Requests that lost their cache to others, since start."""
     still_s: float = 0.0
-    """For how long it has had requests and produced no token; 0 while it may not generate: paused, asleep, or idle."""
+    """How long it has had requests and produced no token; 0 while it may not generate: paused, asleep, or idle."""
     times: EngineTimes | None = None
-    """None where the engine does not report them."""
     unstarted: int = 0
     """Requests without a token: they wait for admission, for a place, or for their prefill."""
     generated_tokens: int = 0
     """Since start, warm-up excluded."""
     paused_s: float = 0.0
-    """How long generation has been paused by now; 0 while it runs."""
+    """So far; 0 while generation runs."""
     is_dead: bool = False
 
 
@@ -142,7 +138,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def start(self) -> Mapping[str, float]:
-        """Load the model and generate once, with all one-time compilations. The seconds of each stage, in order."""
+        """Load the model and generate once, so that all one-time compilation is done. The seconds of each stage."""
 
     @abstractmethod
     def generate(

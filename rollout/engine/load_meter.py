@@ -16,8 +16,6 @@ _KV_FIGURES = ("kv_cache_usage", "gpu_cache_usage")
 
 
 class LoadMeter:
-    """Keeps the last figures."""
-
     def __init__(self) -> None:
         self._running = self._waiting = 0
         self._kv_usage_frac: float | None = None
@@ -25,13 +23,13 @@ class LoadMeter:
         self._num_in_batch = self._num_taken_out = 0
 
     def before_commit(self, in_flight: InFlight) -> None:
-        """All that run now are preempted by `recompute`: that is ours, and no sign of a lack of room."""
+        """`recompute` preempts all that run now, which is no sign of a lack of room."""
         if in_flight == "recompute":
             self._num_taken_out += self._num_in_batch
             self._num_in_batch = 0  # until the next step
 
     def record(self, scheduler_stats: Any, iteration_stats: Any) -> None:
-        """Figures of one step; either may be None."""
+        """Of one step; either may be None."""
         if scheduler_stats is not None:
             self._running = self._num_in_batch = scheduler_stats.num_running_reqs
             # Newer versions count requests that wait for something other than room separately.
@@ -45,7 +43,7 @@ class LoadMeter:
             self._num_preemptions = (self._num_preemptions or 0) + preempted - ours
 
     def load(self, num_inside: int) -> EngineStatus:
-        """With `num_inside` requests in the engine. An engine without any makes no step; its last figures are stale."""
+        """With `num_inside` requests in the engine; without any it makes no step, and its last figures are stale."""
         is_idle = num_inside == 0
         self._num_taken_out = min(self._num_taken_out, num_inside)  # some may have ended since
         return EngineStatus(
@@ -66,19 +64,17 @@ class Activity:
         self._busy_since: float | None = None
 
     def begin(self) -> None:
-        """There is work where there was none."""
+        """Of work, where there was none."""
         self._busy_since = self._moved_at = self._clock()
 
     def moved(self) -> None:
-        """A token came."""
         self._moved_at = self._clock()
 
     def end(self) -> None:
-        """No work is left."""
         self._busy_before_s, self._busy_since = self.times().busy_s, None
 
     def still_s(self, *, should_generate: bool) -> float:
-        """For how long nothing came. Time in which it need not generate does not count."""
+        """Time in which it need not generate does not count."""
         if not should_generate:
             self.moved()
             return 0.0

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 MAX_BYTES = 1 << 20
-"""Read of what was printed, from its end."""
+"""Read from the end of what was printed."""
 MAX_CHARS = 600
-"""Kept of an error's message, from its beginning."""
-_STREAMS = (1, 2)
-"""File descriptors of stdout and stderr, which vLLM's processes inherit."""
+"""Of an error's message."""
+_STREAMS = (1, 2)  # stdout and stderr, which vLLM's processes inherit
 _PREFIX = re.compile(r"^(\x1b\[[0-9;]*m)*\([^)]*\)\s*(\x1b\[[0-9;]*m)*\s?([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 """`(EngineCore pid=2402) ERROR 11-21 23:25:52 [core.py:1510] ` before every line; may be coloured."""
 _TRACEBACK = "Traceback (most recent call last):"
@@ -32,10 +31,8 @@ _POINTER = re.compile(r"see (the )?(root cause|stack ?trace|error|traceback)|ini
 
 @contextlib.contextmanager
 def printed_cause() -> Iterator[None]:
-    """In the block, an error that points elsewhere is raised with the cause that was printed meanwhile.
-
-    Works where stdout or stderr is a file, as in every Ray actor. On a terminal the cause is above indeed.
-    """
+    """An error in the block that points elsewhere is raised with the cause that was printed meanwhile. Works where
+    stdout or stderr is a file, as in every Ray actor; on a terminal the cause is above indeed."""
     before = {stream: _size(stream) for stream in _STREAMS}
     try:
         yield
@@ -51,9 +48,10 @@ def printed_cause() -> Iterator[None]:
 
 
 def find_cause(text: str) -> str:
-    """The last error of the tracebacks in `text` that is not a pointer to another one, its message as one line of at
-    most `MAX_CHARS`; empty if there is none."""
-    lines = [_split(raw) for raw in text.splitlines()]
+    """The last error of the tracebacks in `text` that does not point to another one, as one line of at most
+    `MAX_CHARS`; empty if there is none."""
+    lines = [(_PREFIX.sub("", raw), raw) for raw in text.splitlines()]
+    lines = [(raw[: len(raw) - len(line)].rstrip(), line) for line, raw in lines]
     cause, is_inside = "", False
     for number, (prefix, line) in enumerate(lines):
         if line.startswith(_TRACEBACK):
@@ -63,12 +61,6 @@ def find_cause(text: str) -> str:
             if not _POINTER.search(line):
                 cause = _message(prefix, line, lines[number + 1 : number + 1 + MAX_CHARS])
     return cause
-
-
-def _split(raw: str) -> tuple[str, str]:
-    """A line as its prefix and the text after it."""
-    line = _PREFIX.sub("", raw)
-    return raw[: len(raw) - len(line)].rstrip(), line
 
 
 def _message(prefix: str, first: str, following: list[tuple[str, str]]) -> str:
@@ -88,7 +80,7 @@ def _size(stream: int) -> int | None:
 
 
 def _printed(stream: int, start: int) -> str:
-    """What was written since the file had `start` bytes. Opened again, so the position of the stream stays."""
+    """Since the file had `start` bytes. Opened again, so that the position of the stream stays."""
     with contextlib.suppress(OSError), Path(f"/proc/self/fd/{stream}").open("rb") as file:
         file.seek(max(start, os.fstat(stream).st_size - MAX_BYTES))
         return file.read(MAX_BYTES).decode(errors="replace")

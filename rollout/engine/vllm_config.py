@@ -85,20 +85,18 @@ def process_env(spec: EngineSpec) -> dict[str, str]:
 
 
 def engine_environ(spec: EngineSpec) -> dict[str, str]:
-    """The whole environment of an engine that this process starts now."""
+    """All of the environment of an engine that this process starts now."""
     return {**process_env(spec), **os.environ, **spec.env}
 
 
 def out_of_vocabulary(token_ids: np.ndarray, vocab_size: int) -> int | None:
     """Of `token_ids` (int[T]) the one furthest above [0, vocab_size), or else below it; None if all are inside."""
     highest, lowest = int(token_ids.max(initial=0)), int(token_ids.min(initial=0))
-    if highest >= vocab_size:
-        return highest
-    return lowest if lowest < 0 else None
+    return highest if highest >= vocab_size else lowest if lowest < 0 else None
 
 
 def check_token_ids(token_ids: np.ndarray, vocab_size: int) -> None:
-    """Raises ValueError unless these are integers in one row (int[T]), and the model has a row for each."""
+    """Raises ValueError unless these are integers of the vocabulary in one row (int[T])."""
     if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
         raise ValueError(
             f"token ids must be integers in one row, got {token_ids.dtype} of shape {token_ids.shape}; an agent loop "
@@ -115,9 +113,9 @@ def check_token_ids(token_ids: np.ndarray, vocab_size: int) -> None:
 def engine_config(spec: EngineSpec) -> VllmConfig:
     """vLLM's configuration of the engine, on the device of this process.
 
-    For a use that is neither its server nor its offline class, a step of vLLM holds 2048 tokens on every device; all
-    figures in docs/benchmarks.md were taken with that. With its server's up to 8192, decoding requests and commits
-    would wait longer for the prefills of others, and less memory would be left for the KV cache.
+    As neither vLLM's server nor its offline class, a step holds 2048 tokens on every device, as in all figures of
+    docs/benchmarks.md. With its server's up to 8192, decoding requests and commits would wait longer for the prefills
+    of others, and less memory would be left for the KV cache.
     """
     from vllm.config import SchedulerConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -130,7 +128,7 @@ def engine_config(spec: EngineSpec) -> VllmConfig:
 
 
 def known_end_tokens(stop: set[int], vocab_size: int) -> list[int]:
-    """Without tokens that the model has no row for: it cannot sample them, and vLLM 0.32 refuses requests with them."""
+    """Without those outside the vocabulary: no response ends there, and vLLM 0.32 refuses requests with them."""
     if unknown := sorted(token for token in stop if not 0 <= token < vocab_size):
         log.warning(
             "end tokens %s are not in the model's vocabulary of %d: no response ends there", unknown, vocab_size
@@ -139,7 +137,7 @@ def known_end_tokens(stop: set[int], vocab_size: int) -> list[int]:
 
 
 def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
-    """Text is decoded only where there are stop strings, and of every token, so that none is cut from the response."""
+    """Text is decoded only where there are stop strings, and of every token, so that the response has them all."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmParams
 
@@ -162,11 +160,8 @@ def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
 
 
 def stat_logger(meter: LoadMeter) -> type:
-    """A logger class for vLLM that passes everything on to `meter`.
-
-    With any logger of its own vLLM adds one for Prometheus, which costs more per step than everything else, unless it
-    is given one of that class already. So this is one in name.
-    """
+    """A logger class for vLLM that forwards to `meter`. It is one for Prometheus in name: without one of that class
+    vLLM adds its own, which costs more per step than everything else."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     def ignore(*_: Any, **__: Any) -> None: ...

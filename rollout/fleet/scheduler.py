@@ -85,8 +85,10 @@ class _Engine:
 
     def has_room(self, num_requests: int) -> bool:
         """An empty engine takes a group that is larger than its limit."""
+        if self.excluded is not None or self.is_pinned:
+            return False
         used, limit = self.num_requests, self.limit
-        return self.is_open and (limit is None or used == 0 or used + num_requests <= limit.limit)
+        return limit is None or used == 0 or used + num_requests <= limit.limit
 
     def has_room_for_evaluation(self, most: int) -> bool:
         """An evaluation may have this sender's share of the engine, and what no sender uses of the whole: `most`, if

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -173,8 +173,8 @@ class RolloutWorker:
         spec, size, prompt = self._spec, self._spec.group_size, item.prompt
 
         async def run(sample: int) -> Trajectory:
-            trajectory = await self._generate(prompt, sample, spec.sampling.max_tokens, generator, spec.on_failure)
-            return await self._scored(prompt, trajectory, spec.on_failure)
+            generated = await self._generate(prompt, sample, spec.sampling.max_tokens, generator, spec.on_failure)
+            return await self._scored(prompt, generated, spec.on_failure)
 
         ended = await gather_or_cancel(run(sample) for sample in range(size + spec.greedy_baseline))
         # A loop may have failed, cancelled a generation, or requested several and used one.
@@ -234,12 +234,12 @@ class RolloutWorker:
 
         async def run(sample: int, prompt: Prompt) -> Trajectory:
             async with window, self._scheduler.reserve(engine):
-                trajectory = await self._generate(prompt, sample, params.max_tokens, generator, {})
+                generated = await self._generate(prompt, sample, params.max_tokens, generator, {})
             name, num_slots = "", self._spec.reward_processes
             if self._reward_slots is not None:
                 name, num_slots = await self._reward_slots(prompt)
             async with queues.setdefault(name, asyncio.Semaphore(num_slots)):
-                return await self._scored(prompt, trajectory, {})
+                return await self._scored(prompt, generated, {})
 
         self._evaluations.add(scheduler)
         try:
@@ -322,8 +322,9 @@ class RolloutWorker:
 
     async def _generate(
         self, prompt: Prompt, sample: int, max_tokens: int, generator: GroupGenerator, rules: OnFailure
-    ) -> Trajectory:
-        """Not scored yet. One that went wrong is `truncated` if `rules` keep it and there is something to keep."""
+    ) -> tuple[Trajectory, dict[str, Any]]:
+        """The tokens, and the fields that they lack but for the reward. What went wrong is `truncated` if `rules` keep
+        it and there is something to keep."""
         started, failure, error = self._clock(), None, ""
         try:
             trajectory = await run_episode(
@@ -343,40 +344,34 @@ class RolloutWorker:
         status = trajectory.status
         if failure is not None:
             status = "truncated" if _keeps(failure, rules) and trajectory.num_generated_tokens else "failed"
-        return replace(
-            trajectory,
-            status=status,
-            prompt_id=prompt.prompt_id,
-            sample_index=sample,
-            timings={"generate_s": self._clock() - started, "engine_wait_s": generator.waits.seconds(sample)},
-            text=response_text(trajectory, self._tokenizer),
-            failure=failure,
-            error=error,
-        )
+        return trajectory, {
+            "status": status,
+            "prompt_id": prompt.prompt_id,
+            "sample_index": sample,
+            "timings": {"generate_s": self._clock() - started, "engine_wait_s": generator.waits.seconds(sample)},
+            "text": response_text(trajectory, self._tokenizer),
+            "failure": failure,
+            "error": error,
+        }
 
-    async def _scored(self, prompt: Prompt, trajectory: Trajectory, rules: OnFailure) -> Trajectory:
-        """With its reward; one that has failed before stays as it is."""
-        if trajectory.status == "failed":
-            return trajectory
-        started, result = self._clock(), RewardResult(reward=0.0)
-        status, failure, error = trajectory.status, trajectory.failure, trajectory.error
+    async def _scored(
+        self, prompt: Prompt, generated: tuple[Trajectory, dict[str, Any]], rules: OnFailure
+    ) -> Trajectory:
+        """With its reward, unless it has failed before."""
+        trajectory, fields = generated
+        if fields["status"] == "failed":
+            return replace(trajectory, **fields)
+        started, result, failure = self._clock(), RewardResult(reward=0.0), fields["failure"]
         if failure is None or rules[failure] == "score":
             try:
-                result = await self._score(prompt, trajectory.text)
+                result = await self._score(prompt, fields["text"])
             except RewardError as raised:
                 failure = "reward_timeout" if isinstance(raised, RewardTimeout) else "reward_error"
-                error = str(raised)
+                fields |= {"failure": failure, "error": str(raised)}
                 if not _keeps(failure, rules):
-                    status, result = "failed", RewardResult(reward=math.nan)
-        return replace(
-            trajectory,
-            status=status,
-            reward=result.reward,
-            reward_parts=result.parts,
-            timings={**trajectory.timings, "reward_s": self._clock() - started},
-            failure=failure,
-            error=error,
-        )
+                    result, fields["status"] = RewardResult(reward=math.nan), "failed"
+        fields["timings"]["reward_s"] = self._clock() - started
+        return replace(trajectory, **fields, reward=result.reward, reward_parts=result.parts)
 
 
 def _keeps(failure: FailureKind, rules: OnFailure) -> bool:
