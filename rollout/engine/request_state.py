@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 
 
 MAX_READMISSIONS = 8
-"""A request that was taken out this often stays in: one whose prompt takes longer than the time between two commits
-would never have a token."""
+"""Then a request stays in: one whose prompt takes longer than the time between commits would never have a token."""
 
 
 class RequestTable:
-    """The requests of one engine. Each is known from its call to its last chunk, and has to enter vLLM: again, whenever
-    a commit took it out.
+    """The requests of one engine, each from its call to its last chunk.
 
     open ─> waiting ─ enter ─> running ─ readmit_unstarted ─> waiting ...
 
@@ -72,14 +70,14 @@ class RequestTable:
         return request_id in self._waiting
 
     def note_abort(self, request_id: str) -> bool:
-        """Whether vLLM must abort it now. Remembered in any case: the request may just be taken out."""
+        """Whether vLLM must abort it now. Kept in any case: the request may just be taken out."""
         if request_id in self.running or request_id in self._waiting:
             self._aborted.add(request_id)
         return request_id in self.running
 
     def num_tokens(self, request_states: Mapping[str, Any]) -> list[tuple[str, ActiveRequest, int]]:
-        """How many tokens each request has so far that is in vLLM's output processor; finished ones have left it."""
-        found = [(key, one, request_states.get(one.queue.request_id)) for key, one in self.running.items()]
+        """How many tokens each request in vLLM's output processor has so far; finished ones have left it."""
+        found = ((key, one, request_states.get(one.queue.request_id)) for key, one in self.running.items())
         return [
             (key, one, state.detokenizer.num_output_tokens())
             for key, one, state in found
@@ -87,8 +85,8 @@ class RequestTable:
         ]
 
     def readmit_unstarted(self, request_states: Mapping[str, Any]) -> list[str]:
-        """Requests without a token, oldest first, by vLLM's ids: it must abort these. Their streams notice by the
-        output that this produces, and enter again."""
+        """Requests without a token, oldest first, by vLLM's ids, for it to abort. Their streams notice by the output
+        that this produces, and enter again."""
         unstarted = {
             key: one
             for key, one, num_tokens in self.num_tokens(request_states)
@@ -228,10 +226,10 @@ class OutputBarrier:
 
 
 def sampled_logprobs(completion: Any) -> list[float]:
-    """The sampled token's log-prob per new token: vLLM puts it first in its position.
+    """Of each new token: vLLM puts the sampled one first in its position.
 
-    An abort, which has no new tokens, carries all log-probs so far in 0.25.1, which slices them with `[-0:]`. They
-    follow those of tokens that were unread when it came, since outputs that wait are merged.
+    An abort, which has no new tokens, carries all log-probs so far in vLLM 0.25.1, which slices them with `[-0:]`,
+    after those of tokens that were unread when it came.
     """
     num_tokens, logprobs = len(completion.token_ids), completion.logprobs
     if not num_tokens or logprobs is None:
@@ -274,9 +272,7 @@ class StopStringMatcher:
 
     def end(self, token_ids: Sequence[int]) -> int | None:
         """How many of the next tokens the response has, the completing one included; None if none completes a string.
-
-        Decoding is what costs: once for a chunk, and token by token only where the chunk may complete a string.
-        """
+        Decodes once for a chunk, and token by token only where it may complete a string."""
         text = self._decode([*self._tokens, *token_ids])
         if not any(stop in text for stop in self._stop):
             self._append(token_ids)

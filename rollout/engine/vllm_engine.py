@@ -95,7 +95,8 @@ class VllmEngine(Engine):
         loaded = self._clock()
         self._drafts = llm.vllm_config.speculative_config is not None
         try:
-            await self._open_adapter()
+            if self._spec.lora_rank:
+                await self._open_adapter()
             await self._warm_up()
         except BaseException:
             await self.close()
@@ -107,9 +108,7 @@ class VllmEngine(Engine):
         }
 
     async def _open_adapter(self) -> None:
-        """With LoRA: the adapter that every request names must be there before the first one."""
-        if not self._spec.lora_rank:
-            return
+        """The adapter that every request names must be there before the first one."""
         from weight_sync.vllm.lora import policy_adapter
 
         await self._call_receivers("ws_open_adapter", _OPEN_ADAPTER_TIMEOUT_S)
@@ -162,7 +161,7 @@ class VllmEngine(Engine):
     async def _enter(
         self, request_id: str, token_ids: np.ndarray, params: SamplingParams, matcher: StopStringMatcher | None
     ) -> ActiveRequest:
-        """Put the request into the engine under the version that is live then."""
+        """Under the version that is live then."""
         async with self._gate.admission():
             # The salt keeps the prefix cache of one version from serving another.
             salt = f"v{self._version}"
@@ -263,18 +262,16 @@ class VllmEngine(Engine):
             self._gate.is_asleep = True
 
     async def _count_tokens(self, engine: AsyncLLM, timeout_s: float) -> list[tuple[str, ActiveRequest, int]]:
-        """See `RequestTable.num_tokens`. The engine must be paused."""
+        """The engine must be paused."""
         barrier: Any = OutputBarrier()
         engine.engine_core.outputs_queue.put_nowait(barrier)
         await self._within(barrier.reached.wait(), timeout_s, "drain of outputs")
         return self._requests.num_tokens(engine.output_processor.request_states)
 
     async def _readmit_unstarted(self, engine: AsyncLLM) -> list[str]:
-        """Requests without a token start after the commit, behind the gate. The engine must be paused and counted.
-
-        Inside they would keep their salt, and start on KV that older weights computed for others with the same prompt.
-        Returns vLLM's ids for them: its process has forgotten them when it resumes, `AsyncLLM` has not.
-        """
+        """Requests without a token start after the commit, behind the gate: inside they would keep their salt, and
+        start on KV that older weights computed for others with the same prompt. The engine must be paused and counted.
+        Returns vLLM's ids for them: its process has forgotten them when it resumes, `AsyncLLM` has not."""
         if inner_ids := self._requests.readmit_unstarted(engine.output_processor.request_states):
             await self._within(engine.engine_core.abort_requests_async(inner_ids), _ABORT_TIMEOUT_S, "abort")
         return inner_ids
@@ -311,9 +308,13 @@ class VllmEngine(Engine):
         return bool(self._dead_reason) or (self._llm is not None and self._llm.errored)
 
     @property
+    def _why_dead(self) -> str:
+        return self._dead_reason or "its process ended"
+
+    @property
     def _engine(self) -> AsyncLLM:
         if self._is_dead:
-            raise EngineDead(f"engine is dead: {self._dead_reason or 'its process ended'}; use another replica")
+            raise EngineDead(f"engine is dead: {self._why_dead}; use another replica")
         if self._llm is None:
             raise EngineDead("engine is not started; await start() first")
         return self._llm
@@ -333,7 +334,7 @@ class VllmEngine(Engine):
         try:
             return await awaitable
         except self._vllm_dead_errors as error:
-            raise EngineDead(f"engine is dead: {self._dead_reason or 'its process ended'}") from error
+            raise EngineDead(f"engine is dead: {self._why_dead}") from error
         except Exception as error:
             if isinstance(error, EngineDead) or not self._is_dead:
                 raise
@@ -342,12 +343,8 @@ class VllmEngine(Engine):
             raise EngineDead(f"engine is dead: {self._dead_reason}") from error
 
     async def _within(self, awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
-        """Await at most `timeout_s`, and not beyond the death of the engine process.
-
-        Raises:
-            TimeoutError: time is up; the engine is declared dead, because the call may still take effect.
-            EngineDead: the engine process ended meanwhile.
-        """
+        """Await at most `timeout_s`, and not beyond the death of the engine process (EngineDead). TimeoutError if time
+        is up; then the engine is declared dead, because the call may still take effect."""
         task = asyncio.ensure_future(self._guard(awaitable))
         deadline = self._clock() + timeout_s
         try:
@@ -356,9 +353,9 @@ class VllmEngine(Engine):
                 if task.done():
                     return task.result()
                 if self._is_dead:
-                    raise EngineDead(f"engine died during {what}: {self._dead_reason or 'its process ended'}")
+                    raise EngineDead(f"engine died during {what}: {self._why_dead}")
                 if self._clock() >= deadline:
-                    self._die(f"{what} did not end within {timeout_s:.1f} s")
-                    raise TimeoutError(f"{what} did not end within {timeout_s:.1f} s; the engine is declared dead")
+                    self._die(late := f"{what} did not end within {timeout_s:.1f} s")
+                    raise TimeoutError(f"{late}; the engine is declared dead")
         finally:
             task.cancel()

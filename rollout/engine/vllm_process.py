@@ -61,11 +61,8 @@ class EngineContext(ForkServerContext):
 
 
 def begin_imports() -> None:
-    """Start the fork server, if there is none yet. Does not wait for its imports.
-
-    Its socket is where those of vLLM are, if the run sets that: this process ends by a kill, and would leave one in the
-    temporary directory.
-    """
+    """Start the fork server, if there is none yet; does not wait for its imports. Its socket is next to those of vLLM
+    if the run places them: this process ends by a kill, and would leave one in the temporary directory."""
     if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
         multiprocessing.current_process()._config["tempdir"] = folder  # pyright: ignore[reportAttributeAccessIssue]
     multiprocessing.set_forkserver_preload(list(PRELOAD))
@@ -83,11 +80,9 @@ def _die_with_the_server() -> None:
 
 
 def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any]:
-    """Import vLLM and start its processes (blocking). The engine, the tokens that end a response, and the tokenizer
-    (None without `spec.tokenizer`), which finds stop strings in front of the engine; the engine itself has none.
-
-    `meter` gets the load of every step, with `spec.reports_load`.
-    """
+    """Import vLLM and start its processes (blocking). The engine, the tokens that end a response, and the tokenizer of
+    `spec`, if any, which finds stop strings in front of the engine. `meter` gets the load of every step, with
+    `spec.reports_load`."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     vllm_compat.check_vllm_version()
@@ -110,16 +105,14 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any
 def engine_pids(llm: AsyncLLM) -> list[int]:
     """vLLM's engine process and all below it: the workers of tensor parallelism hold the devices. Call it while the
     engine runs: processes that outlive it get another parent."""
-    return [process.pid for process in _process_tree(llm)]
+    return [process.pid for process in _process_tree(_processes(llm))]
 
 
 def shut_down(llm: AsyncLLM) -> None:
-    """Stop vLLM's processes and wait until they are gone (blocking). Logs an error if one is not.
-
-    vLLM itself does not wait for a process that it had to kill: its memory is not free yet, and its entry in the table
-    of processes stays for as long as this process lives.
-    """
-    processes, tree = _processes(llm), _process_tree(llm)
+    """Stop vLLM's processes and wait until they are gone (blocking). Logs an error if one is not. vLLM does not wait
+    for a process that it had to kill: its memory is not free yet, and its entry in the table of processes stays."""
+    processes = _processes(llm)
+    tree = _process_tree(processes)
     llm.shutdown()
     deadline = time.monotonic() + _END_TIMEOUT_S
     for process in processes:
@@ -136,9 +129,9 @@ def _processes(llm: AsyncLLM) -> list[Any]:
     return list(getattr(manager, "processes", ()))
 
 
-def _process_tree(llm: AsyncLLM) -> list[psutil.Process]:
+def _process_tree(processes: list[Any]) -> list[psutil.Process]:
     tree: list[psutil.Process] = []
-    for process in _processes(llm):
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             engine = psutil.Process(process.pid)
             tree += [engine, *engine.children(recursive=True)]

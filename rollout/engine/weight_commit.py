@@ -1,8 +1,4 @@
-"""Which requests may generate while new weights go live.
-
-No request may enter an engine while its weights change, and nothing may be sampled then. Every engine keeps these rules
-by using this file.
-"""
+"""Which requests may generate while new weights go live: none enters then, and nothing is sampled."""
 
 from __future__ import annotations
 
@@ -39,9 +35,8 @@ class EngineGate:
     Args:
         resume: lets the engine generate again.
         give_up: declares the engine dead, with a reason.
-        pause_limit_s: how long a pause that a commit left behind may last. A commit under way has its own deadline, and
-            its workers may be writing: it is left alone. Then whole weights generate again, and an engine whose mixture
-            no commit repaired dies, so that its requests continue elsewhere.
+        pause_limit_s: of a pause that a commit left behind; a commit under way has its own deadline. Then whole weights
+            generate again, and an engine whose mixture no commit repaired dies: its requests continue elsewhere.
     """
 
     def __init__(
@@ -80,7 +75,7 @@ class EngineGate:
 
     @asynccontextmanager
     async def admission(self) -> AsyncIterator[None]:
-        """Consumes: nothing. Waits for: an open gate. Unblocked by: the end of `closed`."""
+        """Waits for: an open gate. Unblocked by: the end of `closed`."""
         self.num_waiting += 1
         try:
             while not self._open.is_set():
@@ -98,10 +93,8 @@ class EngineGate:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Around a commit, and around what puts the engine to sleep. The gate opens again unless `is_asleep`.
-
-        Consumes: nothing. Waits for: its turn, then until no request is inside. Unblocked by: the ends of both.
-        """
+        """Around a commit, and around what puts the engine to sleep. The gate opens again unless `is_asleep`. Waits
+        for: its turn, then until no request is inside. Unblocked by: the ends of both."""
         async with self._turn:
             self._open.clear()
             try:
