@@ -82,6 +82,12 @@ LOADERS: dict[str, Load] = {
     "unknown": lambda to, it: to.no_such_thing(it),
 }
 
+BENCH = {
+    "nonsense": ["--model", "gpt-9"],
+    "cases": ["--model", "tiny", "--device", "cpu", "--learners", "2", "--syncs", "2", "--case", "--device abacus",
+              "--case", "--timeout 30 --replicas 2"],
+}  # fmt: skip
+
 
 def cases() -> Mapping[str, Any]:
     return {
@@ -91,10 +97,12 @@ def cases() -> Mapping[str, Any]:
         **{f"plan: {name}": ("plan", changes) for name, changes in PLANS.items()},
         **{f"loader: {name}": ("loader", load) for name, load in LOADERS.items()},
         "calls": ("calls", None),
+        "options of the bench": ("options", None),
+        **{f"bench: {name}": ("bench", argv) for name, argv in BENCH.items()},
     }
 
 
-def play(given: tuple[str, Any], _folder: Path) -> Any:
+def play(given: tuple[str, Any], folder: Path) -> Any:
     match given:
         case "names", _:
             return sync_seams.public_roles()
@@ -110,6 +118,10 @@ def play(given: tuple[str, Any], _folder: Path) -> Any:
             engine = Engine()
             engine.add("w", (6, 4), ("t", load), dtype=torch.float32)
             return sync_seams.refused_loader([Saved("t", (6, 4), "float32")], engine)
+        case "options", _:
+            return sync_seams.bench_options()
+        case "bench", argv:
+            return sync_seams.benched(argv, folder)
         case _:
             return sync_seams.refused_calls()
 

@@ -7,8 +7,12 @@ Everything here takes plain values and gives plain values back, in words that ho
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from functools import cache
 from types import SimpleNamespace
@@ -24,11 +28,13 @@ import weight_sync
 from tests.fakes.derived_engine import DerivedEngine, ToyReloader, checkpoint_params
 from tests.fakes.forks import PARTIES, RANKS, forks
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
+from tests.fakes.trainer_process import ROOT
 from tests.fakes.virtual_time import run_virtual
 from tests.fakes.weight_job import CoordinatorProcess, LearnerProcess, Patience, WeightJob
 from tests.golden.clocks import logged
 from tests.golden.sync_engines import PACKED, Saved
 from weight_sync import errors
+from weight_sync.bench.__main__ import parser as bench_parser
 from weight_sync.control import coordinator as coordinators
 from weight_sync.control import members
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
@@ -644,6 +650,40 @@ def refused_calls() -> dict[str, list[str]]:
         "no such dtype": lambda: local_shards(torch.nn.Linear(2, 2), rollout_dtype="bf16"),
     }
     return {name: _error_of(call) for name, call in calls.items()}
+
+
+# The benchmark
+
+
+def benched(argv: Sequence[str], folder: Path) -> dict[str, Any]:
+    """A run of the benchmark: its exit code, what it prints (errors if there is no output) without numbers, and the fields of its JSON."""
+    out = folder / "out.json"
+    ended = subprocess.run(
+        [sys.executable, "-m", "weight_sync.bench", *argv, "--json", str(out)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}, capture_output=True, text=True,
+        timeout=240, check=False,
+    )  # fmt: skip
+    lines = (ended.stdout or ended.stderr).splitlines()
+    written = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    return {
+        "exit": ended.returncode,
+        "printed": [re.sub(r" +", " ", re.sub(r"-?\d+(\.\d+)?", "#", line)) for line in lines],
+        "json": [_types(json.loads(line)) for line in written],
+    }
+
+
+def bench_options() -> list[str]:
+    """Of its command line, with what they take."""
+    actions = bench_parser()._actions
+    return [f"{' '.join(a.option_strings)}: {' '.join(a.choices) if a.choices else a.metavar}" for a in actions]
+
+
+def _types(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _types(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [*dict.fromkeys(json.dumps(_types(entry)) for entry in value)]
+    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
 
 
 # Parties that die
