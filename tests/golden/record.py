@@ -1,4 +1,4 @@
-"""Write the golden data anew: `python -m tests.golden.record [PART ...]`. Review the diff as you would review code."""
+"""Write the golden data again: `python -m tests.golden.record [PART ...]`. Review the diff as you would review code."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.golden.net import plain, write
-from tests.golden.parts import PARTS, stage
-
 
 def main(names: list[str]) -> int:
+    # Not above: every process that a part starts imports this module, as its main one.
+    from tests.golden.net import plain, write
+    from tests.golden.parts import PARTS, stage
+
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         print(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}", file=sys.stderr)
