@@ -1,4 +1,4 @@
-"""Hosts for children of the benchmark: one that echoes, dies and dawdles on demand."""
+"""A host for children of the benchmark that echoes, dies and dawdles on demand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-from weight_sync.errors import LeaseExpired
+from weight_sync.errors import PullTimeout
 
 
 class MoodyHost:
@@ -16,19 +16,16 @@ class MoodyHost:
         if name == "unborn":
             raise ValueError("this one cannot be built")
 
-    def call(self, method: str, *args: Any) -> Any:
-        match method:
-            case "echo":
-                return (self.name, *args)
-            case "dawdle":
-                time.sleep(args[0])
-                return "late"
-            case "expire":
-                raise LeaseExpired("the lease is gone")
-            case "die":
-                return os.kill(os.getpid(), signal.SIGKILL)
-            case _:
-                raise ValueError(method)
+    def echo(self, *args: Any) -> Any:
+        return (self.name, *args)
 
-    def close(self) -> None:
-        pass
+    def dawdle(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def fail(self) -> None:
+        raise PullTimeout("no bytes came")
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def close(self) -> None: ...

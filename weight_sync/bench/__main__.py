@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import shlex
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+import msgspec
 
 from weight_sync.bench.case import Case, CaseError, make_case, read_suite
-from weight_sync.bench.children import prepare_starts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,67 +45,28 @@ def parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    _add_model(found)
-    _add_sync(found)
-    _add_engine(found)
-    output = found.add_argument_group("several cases, output")
-    output.add_argument("--case", action="append", metavar="OPTIONS", dest="cases", help="one more case: options that "
-                        "differ from the others on this line, as one string; may be repeated")  # fmt: skip
-    output.add_argument("--suite", type=Path, metavar="FILE.json", help="cases from a JSON list of objects, e.g. "
-                        '[{"model": "qwen2.5-7b", "learners": 4}]')  # fmt: skip
-    output.add_argument(
-        "--json", type=Path, metavar="FILE", help="append a line of JSON per case as soon as it is done"
-    )
-    output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw one sync of the last case that worked "
-                        "(needs matplotlib)")  # fmt: skip
+    group = found.add_argument_group("a case")
+    hints = get_type_hints(Case, include_extras=True)
+    for field in msgspec.structs.fields(Case):
+        kind, option = get_args(hints[field.name])
+        how: dict[str, Any] = {"type": kind, "metavar": option.value}
+        default = field.default
+        if kind is bool:
+            default, how = "on" if default else "off", {"action": argparse.BooleanOptionalAction}
+        elif default == ():
+            default, how = "none", {"action": "append", "metavar": option.value}
+        elif choices := get_args(kind):
+            how = {"choices": choices}
+        name = f"--{field.name.replace('_', '-')}"
+        group.add_argument(name, help=f"{option.meaning} (default {default})", **how)
+    add = found.add_argument_group("several cases, output").add_argument
+    add("--case", action="append", metavar="OPTIONS", dest="cases", help="one more case: options that differ from the "
+        "others on this line, as one string; may be repeated")  # fmt: skip
+    add("--suite", type=Path, metavar="FILE.json", help="cases from a JSON list of objects, e.g. "
+        '[{"model": "qwen2.5-7b", "learners": 4}]')  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="append a line of JSON per case as soon as it is done")
+    add("--plot", type=Path, metavar="FILE.png", help="draw one sync of the last case that worked (needs matplotlib)")
     return found
-
-
-def _add_model(found: argparse.ArgumentParser) -> None:
-    group = found.add_argument_group("what travels, and between how many")
-    add, on_off = group.add_argument, argparse.BooleanOptionalAction
-    add("--model", metavar="NAME", help="tiny, qwen2.5-0.5b/1.5b/7b/14b/32b, llama3-8b/70b, qwen3-8b, qwen3-30b-a3b "
-        "(default qwen2.5-7b)")  # fmt: skip
-    add("--learners", type=int, metavar="N", help="learner ranks; each holds a row shard as FSDP2 would (default 1)")
-    add("--replicas", type=int, metavar="N", help="engine replicas (default 1)")
-    add("--tp", type=int, metavar="N", help="workers per replica (default 1)")
-    add("--colocate", action=on_off, help="worker i shares device i with learner i; else workers follow the learners")
-    add("--device", metavar="NAME", help="auto, cpu or the name of a backend (default auto)")
-    add("--dtype", metavar="NAME", help="what the engines store and what travels (default bfloat16)")
-    add("--master-dtype", metavar="NAME", help="what the learners hold (default float32)")
-
-
-def _add_sync(found: argparse.ArgumentParser) -> None:
-    group = found.add_argument_group("how it travels")
-    add, on_off = group.add_argument, argparse.BooleanOptionalAction
-    add("--transport", metavar="NAME", help="auto, or a transport by name, such as ipc or shm (default auto)")
-    add("--commit", choices=("auto", "staged", "inplace"), help="default auto")
-    add("--slots", type=int, metavar="N", help="versions a learner can hold at once (default 2)")
-    add("--verify", action=on_off, help="compare digests of what arrives (default on)")
-    add(
-        "--churn",
-        action=on_off,
-        help="before every sync all processes allocate, free, and empty their allocator's cache",
-    )
-    add("--option", action="append", metavar="FIELD=VALUE", help="any other field of SyncOptions; may be repeated")
-    add("--syncs", type=int, metavar="N", help="syncs that count, after 2 to warm up (default 20)")
-    add("--timeout", type=float, metavar="S", help="deadline of one sync (default 60)")
-    add("--case-timeout", type=float, metavar="S", help="deadline of a whole case (default 300)")
-    add("--baselines", action=on_off, help="also measure two broadcast schemes in common use (default on)")
-    add("--bucket-mib", type=int, metavar="N", help="size of a bucket of the packed baseline (default 512)")
-
-
-def _add_engine(found: argparse.ArgumentParser) -> None:
-    group = found.add_argument_group("engines")
-    add, on_off = group.add_argument, argparse.BooleanOptionalAction
-    add("--engine", choices=("synthetic", "vllm"), help="synthetic: an engine's parameters and nothing else (default); "
-        "vllm: real engines with random weights, generating all the while")  # fmt: skip
-    add("--requests", type=int, metavar="N", help="vllm: requests in flight per replica (default 64)")
-    add("--max-tokens", type=int, metavar="N", help="vllm: tokens per request (default 256)")
-    add("--gpu-memory-utilization", type=float, metavar="F", help="vllm: fraction of the device (default 0.4)")
-    add(
-        "--enforce-eager", action=on_off, help="vllm: no compilation, no device graphs (default: as the device prefers)"
-    )
 
 
 def read_cases(arguments: dict[str, Any]) -> list[Case]:
@@ -113,11 +77,11 @@ def read_cases(arguments: dict[str, Any]) -> list[Case]:
     cases, suite = arguments.pop("cases", []), arguments.pop("suite", None)
     found = [] if suite is None else read_suite(suite, arguments)
     for text in cases:
-        own = vars(parser().parse_args(shlex.split(text)))
-        if extra := own.keys() & {"cases", "suite", "json", "plot"}:
+        changes = vars(parser().parse_args(shlex.split(text)))
+        if extra := changes.keys() & {"cases", "suite", "json", "plot"}:
             raise CaseError(f"--case {text!r} cannot hold {', '.join(sorted(extra))}; put them outside")
-        found.append(make_case({**arguments, **own}, where=f"--case {text!r}"))
-    return found if found else [make_case(arguments, where="command line")]
+        found.append(make_case({**arguments, **changes}, where=f"--case {text!r}"))
+    return found or [make_case(arguments, where="command line")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,9 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CaseError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
-    prepare_starts()  # first: it imports while this process does
+    # Children are forked from one process that has imported everything and touched no device. It imports what follows
+    # while this process does; recording a layout imports torch._dynamo by itself.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["weight_sync.bench.hosts", "torch._dynamo"])
+    forkserver.ensure_running()
     from weight_sync.bench import report
-    from weight_sync.bench.results import Results
     from weight_sync.bench.run import measure
 
     num_failed = num_refused = 0
@@ -140,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             results = measure(case)
         except CaseError as error:
-            results = Results(case=case, failures=[str(error)])
+            results = report.Results(case=case, failures=[str(error)])
             num_refused += 1
         sys.stdout.write(report.table(results))
         sys.stdout.flush()
@@ -150,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             picture = report.plot(results, plot_path)
         num_failed += bool(results.problems())
     if picture:
-        sys.stdout.write(picture + "\n")
+        sys.stdout.write(f"{picture}\n")
     if num_refused == len(cases):
         return EXIT_USAGE
     return EXIT_FAILED if num_failed else EXIT_DONE

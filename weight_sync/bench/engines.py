@@ -13,27 +13,32 @@ import json
 import os
 import random
 import signal
+import statistics
 import tempfile
 import threading
 import time
+from bisect import bisect_left, bisect_right
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weight_sync.bench.children import Child
-from weight_sync.bench.traffic import Traffic, Window, Windows, merged
+from weight_sync.bench.processes import Child, Replica
 from weight_sync.device.select import get_backend
 from weight_sync.device.visibility import shown
-from weight_sync.messages import CommitResult, reply_state
 from weight_sync.vllm.compat import EXTENSION, check_vllm_version
 from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from weight_sync.bench.case import Case
-    from weight_sync.bench.processes import Fleet, Journal, Replica
-    from weight_sync.bench.results import Results, SyncSample
+    from weight_sync.bench.processes import Fleet
+    from weight_sync.bench.report import SyncSample
     from weight_sync.device.base import Backend
+    from weight_sync.messages import CommitResult
+
+    Window = tuple[float, float]
+    """(start, stop) on the host's monotonic clock."""
 
 PROMPT_TOKENS = 32
 CPU_CACHE_BYTES = 256 << 20
@@ -41,19 +46,24 @@ SETTLE_S, UNDISTURBED_S, BETWEEN_SYNCS_S = 2.0, 3.0, 0.25
 SHUTDOWN_S = 30.0
 
 
-def vllm_replicas(case: Case, backend: Backend) -> Callable[[int, Sequence[int], Journal], Replica]:
+class VllmReplica(Replica):
+    """A `ReplicaHandle`: one vLLM engine with its workers, in one process."""
+
+    async def _commit(self, version: int, method: str, args: tuple[Any, ...], timeout_s: float) -> CommitResult:
+        answer = await self.children[0].ask("commit", version, method, args, timeout_s, timeout_s=timeout_s)
+        return answer.value
+
+
+def vllm_replica(case: Case, name: str, devices: Sequence[int]) -> VllmReplica:
     """
     Raises:
         UnsupportedVllm: vLLM is missing or of another version.
     """
     check_vllm_version()
-    num_devices = backend.num_devices()
-
-    def make(number: int, devices: Sequence[int], journal: Journal) -> Replica:
-        seen = devices_environment(backend, devices, num_devices=num_devices, environ=os.environ)
-        return VllmReplica(case, f"r{number}", {**engine_environment(case, backend), **seen}, journal)
-
-    return make
+    backend = get_backend(case.device)
+    seen = devices_environment(backend, devices, num_devices=backend.num_devices(), environ=os.environ)
+    environment = {**engine_environment(case, backend), **seen}
+    return VllmReplica(name, [Child(name, VllmHost, case, environment, has_children=True)])
 
 
 def devices_environment(
@@ -92,38 +102,10 @@ def engine_arguments(case: Case, backend: Backend, folder: str) -> dict[str, Any
         "disable_log_stats": True,
         **backend.engine_defaults(),
     }
-    if backend.name == "cpu":
-        found["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-        if case.tp == 1:
-            found["distributed_executor_backend"] = "uni"
-    else:
-        found["gpu_memory_utilization"] = case.gpu_memory_utilization
-    return found
-
-
-class VllmReplica:
-    """A `ReplicaHandle`: one vLLM engine with its workers, in a process of its own."""
-
-    def __init__(self, case: Case, name: str, environment: dict[str, str], journal: Journal) -> None:
-        self.name = name
-        self._journal = journal
-        # Spawned afresh: vLLM decides by the state of its process how to start its own.
-        child = Child(name, VllmHost, case, environment, method="spawn", has_children=True)
-        self.children = (child,)
-
-    async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
-        answer = await self.children[0].ask("call", method, args, timeout_s, timeout_s=timeout_s)
-        if method == "ws_open":
-            self._journal.note_opened(self.name, answer.value)
-        return answer.value
-
-    async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
-        started = time.monotonic()
-        answer = await self.children[0].ask("commit", version, method, args, timeout_s, timeout_s=timeout_s)
-        result: CommitResult = answer.value
-        if reply_state(result.results) == "ok":
-            self._journal.note_commit(self.name, result.results, started)
-        return result
+    if backend.name != "cpu":
+        return {**found, "gpu_memory_utilization": case.gpu_memory_utilization}
+    found["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    return {**found, "distributed_executor_backend": "uni"} if case.tp == 1 else found
 
 
 class VllmHost:
@@ -143,23 +125,22 @@ class VllmHost:
         self._replica = AsyncLLMReplica(self._engine, name="engine")
         self._traffic = Traffic(self._generate, max_tokens=case.max_tokens)
 
-    def call(self, method: str, *args: Any) -> Any:
-        match method:
-            case "call":
-                name, passed, timeout_s = args
-                return self._run(self._replica.call(name, *passed, timeout_s=timeout_s))
-            case "commit":
-                version, name, passed, timeout_s = args
-                return self._run(self._replica.commit(version, name, *passed, timeout_s=timeout_s))
-            case "start_traffic":
-                return self._run(self._start_traffic())
-            case "end_traffic":
-                return self._run(self._end_traffic(*args))
-            case "engine_pids":
-                manager: Any = self._engine.engine_core.resources.engine_manager
-                return [process.pid for process in getattr(manager, "processes", ())]
-            case _:
-                raise ValueError(f"a vLLM host does not know {method!r}")
+    def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[bytes]:
+        return self._run(self._replica.call(method, *args, timeout_s=timeout_s))
+
+    def commit(self, version: int, method: str, args: tuple[Any, ...], timeout_s: float) -> CommitResult:
+        return self._run(self._replica.commit(version, method, *args, timeout_s=timeout_s))
+
+    def engine_pids(self) -> list[int]:
+        manager: Any = self._engine.engine_core.resources.engine_manager
+        return [process.pid for process in getattr(manager, "processes", ())]
+
+    def start_traffic(self) -> None:
+        self._run(self._traffic.start(self._case.requests))
+
+    def end_traffic(self, windows: Mapping[str, Sequence[Window]], timeout_s: float) -> dict[str, Any]:
+        self._run(self._traffic.end(timeout_s))
+        return self._traffic.summary(windows)
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -168,17 +149,6 @@ class VllmHost:
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    async def _start_traffic(self) -> None:
-        self._traffic.start(self._case.requests)
-
-    async def _end_traffic(self, windows: Windows, timeout_s: float) -> dict[str, Any]:
-        await self._traffic.end(timeout_s)
-        return {
-            **self._traffic.log.summary(windows),
-            "requests_done": self._traffic.num_done,
-            "requests_lost": self._traffic.num_lost,
-        }
 
     async def _generate(self, number: int) -> AsyncIterator[int]:
         from vllm import SamplingParams
@@ -197,10 +167,6 @@ class VllmHost:
             yield len(output.outputs[0].token_ids)
 
 
-def _hull(windows: Sequence[Window]) -> Window:
-    return min(start for start, _ in windows), max(stop for _, stop in windows)
-
-
 def _launch(arguments: dict[str, Any]) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -208,46 +174,140 @@ def _launch(arguments: dict[str, Any]) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
 
+class Traffic:
+    """Keeps a number of requests in flight: one that is complete is followed by another.
+
+    `generate(number)` streams the sizes of the pieces of one request; a complete one has `max_tokens` in all.
+    """
+
+    def __init__(self, generate: Callable[[int], AsyncIterator[int]], *, max_tokens: int) -> None:
+        self.arrivals: list[tuple[float, float, int]] = []
+        """(time, time at which the same request got its tokens before these, tokens), in order of time."""
+        self.num_done = self.num_lost = 0
+        self._generate = generate
+        self._max_tokens = max_tokens
+        self._is_ending = False
+        self._numbers = iter(range(1 << 40))
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, num_requests: int) -> None:
+        self._tasks = [asyncio.create_task(self._keep_one()) for _ in range(num_requests)]
+
+    async def end(self, timeout_s: float) -> None:
+        """Start no more and wait for those in flight; what does not end in time is lost."""
+        self._is_ending = True
+        _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+        self.num_lost += len(late)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    def summary(self, windows: Mapping[str, Sequence[Window]]) -> dict[str, Any]:
+        """`windows`: undisturbed, pull, attest, until_commit (from the publication to the first pause), commit."""
+        steps = [when - before for window in windows["undisturbed"] for when, before, _ in self._between(*window)]
+        gaps = [self._longest_gap(*window) for window in windows["commit"]]
+        rates = ("undisturbed", "pull", "attest", "until_commit")
+        return {
+            **{f"{name}_tokens_s": self._rate(windows[name]) for name in rates},
+            "median_step_s": statistics.median(steps or [0.0]),
+            "commit_gap_p50_s": statistics.median(gaps or [0.0]),
+            "commit_gap_max_s": max(gaps, default=0.0),
+            "requests_done": self.num_done,
+            "requests_lost": self.num_lost,
+        }
+
+    def _rate(self, windows: Iterable[Window]) -> float:
+        """Tokens per second inside the windows; 0 without any."""
+        tokens = seconds = 0.0
+        for start, stop in windows:
+            tokens += sum(count for *_, count in self._between(start, stop))
+            seconds += stop - start
+        return tokens / seconds if seconds > 0 else 0.0
+
+    def _longest_gap(self, start: float, stop: float) -> float:
+        """Longest wait of any request for its next tokens, of those waits that touch the window; 0 without any."""
+        first = bisect_left(self.arrivals, start, key=itemgetter(0))
+        return max((when - before for when, before, _ in self.arrivals[first:] if before <= stop), default=0.0)
+
+    def _between(self, start: float, stop: float) -> list[tuple[float, float, int]]:
+        """Arrivals in (start, stop]."""
+        first, last = (bisect_right(self.arrivals, edge, key=itemgetter(0)) for edge in (start, stop))
+        return self.arrivals[first:last]
+
+    async def _keep_one(self) -> None:
+        """Consumes: nothing. Waits for: the tokens of one request at a time. Unblocked by: `end`."""
+        while not self._is_ending:
+            if await self._one_request(next(self._numbers)):
+                self.num_done += 1
+            else:
+                self.num_lost += 1
+                await asyncio.sleep(0.1)  # an engine that refuses must not be asked in a tight loop
+
+    async def _one_request(self, number: int) -> bool:
+        """Whether every token came."""
+        total, before = 0, None
+        try:
+            async for size in self._generate(number):
+                now = time.monotonic()
+                if before is not None:
+                    self.arrivals.append((now, before, size))
+                total, before = total + size, now
+        except Exception:  # noqa: BLE001 - whatever an engine raises, the request is lost; it is counted
+            return False
+        return total == self._max_tokens
+
+
+def merged(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row for all replicas: rates and counts add up, times are those of the slowest."""
+    return {
+        name: (sum if name.endswith("_tokens_s") or name.startswith("requests_") else max)(s[name] for s in summaries)
+        for name in summaries[0]
+    }
+
+
 class Generation:
     """Watches how the engines of a fleet generate while a case runs."""
 
     def __init__(self, fleet: Fleet, case: Case) -> None:
-        self._children = list(fleet.workers())
-        self._case = case
-        self._undisturbed: list[tuple[float, float]] = []
+        self._fleet = fleet
+        self._timeout_s = case.timeout
+        self._undisturbed: list[Window] = []
         self._pids: list[int] = []
 
     async def start(self) -> None:
         """Put requests in flight and measure how fast they run undisturbed."""
-        for child in self._children:
-            self._pids += (await child.ask("engine_pids", timeout_s=self._case.timeout)).value
-        for child in self._children:
-            await child.ask("start_traffic", timeout_s=self._case.timeout)
+        for child in self._fleet.workers():
+            self._pids += (await child.ask("engine_pids", timeout_s=self._timeout_s)).value
+        for child in self._fleet.workers():
+            await child.ask("start_traffic", timeout_s=self._timeout_s)
         await asyncio.sleep(SETTLE_S)
         started = time.monotonic()
         await asyncio.sleep(UNDISTURBED_S)
         self._undisturbed.append((started, time.monotonic()))
 
-    async def end(self, results: Results) -> None:
-        """Let the requests end and put what they saw into the results."""
+    async def end(self, samples: Sequence[SyncSample]) -> dict[str, Any]:
+        """Let the requests end. Returns what they saw."""
         summaries: list[dict[str, Any]] = []
-        for child in self._children:
-            windows = self._windows(child.name, results.samples)
-            timeout_s = self._case.timeout
-            summaries.append((await child.ask("end_traffic", windows, timeout_s, timeout_s=2 * timeout_s)).value)
-        results.generation = merged(summaries)
+        for child in self._fleet.workers():
+            asked = child.ask(
+                "end_traffic", self._windows(child.name, samples), self._timeout_s, timeout_s=2 * self._timeout_s
+            )
+            summaries.append((await asked).value)
+        return merged(summaries)
 
-    def _windows(self, replica: str, samples: Sequence[SyncSample]) -> Windows:
-        commits, pulls, attests, until_commits = [], [], [], []
+    def _windows(self, replica: str, samples: Sequence[SyncSample]) -> dict[str, list[Window]]:
+        found: dict[str, list[Window]] = {name: [] for name in ("pull", "attest", "until_commit", "commit")}
+        found["undisturbed"] = self._undisturbed
         for sample in samples:
             spans = [span for span in sample.spans if span.phase == "commit"]
-            commits += [(span.started, span.stopped) for span in spans if span.party == replica]
+            found["commit"] += [(span.started, span.stopped) for span in spans if span.party == replica]
             # While the first replica commits, others may wait for their turn, with nothing going on.
-            until_commits.append((sample.published, min(span.started for span in spans)))
+            found["until_commit"].append((sample.published, min(span.started for span in spans)))
             workers = [name for name in sample.pulls if name.startswith(f"{replica}/")]
-            pulls.append(_hull([sample.pull_window(name) for name in workers]))
-            attests.append(_hull([sample.attest_window(name) for name in workers]))
-        return Windows(self._undisturbed, pulls, attests, until_commits, commits)
+            for phase in ("pull", "attest"):
+                starts, stops = zip(*(sample.windows(name)[phase] for name in workers), strict=True)
+                found[phase].append((min(starts), max(stops)))
+        return found
 
     def kill_orphans(self) -> None:
         """vLLM's engine process does not notice that its owner is gone; call this when the fleet has closed."""

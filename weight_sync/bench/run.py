@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weight_sync.bench.baselines import BASELINES, GroupSpec, host_store
+from weight_sync.bench.baselines import BASELINES, Seat, store
 from weight_sync.bench.case import NUM_WARM_UPS, Case, CaseError, assign_devices
 from weight_sync.bench.ceiling import HEAD_START_S, volumes_of
-from weight_sync.bench.children import all_of
-from weight_sync.bench.engines import BETWEEN_SYNCS_S, Generation, vllm_replicas
-from weight_sync.bench.processes import Fleet, synthetic_replica
-from weight_sync.bench.results import BaselineResult, Results, SyncSample
+from weight_sync.bench.engines import BETWEEN_SYNCS_S, Generation, vllm_replica
+from weight_sync.bench.hosts import LearnerHost, WorkerHost
+from weight_sync.bench.processes import Child, Fleet, Learner, Replica
+from weight_sync.bench.report import BaselineResult, Results, SyncSample
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.members import gather_all
 from weight_sync.device.select import get_backend
 from weight_sync.errors import DeviceError, DigestMismatch, WeightSyncError
 from weight_sync.vllm.compat import UnsupportedVllm
 
 if TYPE_CHECKING:
-    from weight_sync.bench.children import Child
+    from collections.abc import Iterable
+
+    from weight_sync.bench.processes import Answer
     from weight_sync.plan.types import Manifest
 
 BASELINE_ROUNDS = 3
@@ -35,31 +39,44 @@ def measure(case: Case) -> Results:
     Raises:
         CaseError: the case cannot run here, e.g. there are too few devices. Nothing was started.
     """
-    try:
-        backend = get_backend(case.device)
-        if case.churn and backend.name == "cpu":
-            raise CaseError("--churn empties the cache of a device's allocator, and cpu has none; leave it out")
-        devices = assign_devices(case, backend.num_devices())
-        make_replica = vllm_replicas(case, backend) if case.engine == "vllm" else synthetic_replica(case)
-    except (DeviceError, UnsupportedVllm) as error:
-        raise CaseError(str(error)) from error
     options = sync_options(case)
-    results = Results(case=case, device=backend.name)
     started = time.monotonic()
-    fleet = Fleet(case, devices, make_replica)
+    fleet = Fleet()
     generation = Generation(fleet, case) if case.engine == "vllm" else None
     try:
+        results = Results(case=case, device=_start(fleet, case))
         coordinator = SyncCoordinator(fleet.learners, fleet.replicas, options=options)
-        run = _Run(fleet, coordinator, results, generation)
-        asyncio.run(run.everything(started))
-    except EXPECTED_ERRORS as error:
-        results.failures.append(f"{type(error).__name__}: {error}")
+        try:
+            asyncio.run(_Run(fleet, coordinator, results, generation).everything(started))
+        except EXPECTED_ERRORS as error:
+            results.failures.append(f"{type(error).__name__}: {error}")
+    except (DeviceError, UnsupportedVllm) as error:
+        raise CaseError(str(error)) from error
     finally:
         fleet.close()
         if generation is not None:
             generation.kill_orphans()
-        results.total_s = time.monotonic() - started
+    results.total_s = time.monotonic() - started
     return results
+
+
+def _start(fleet: Fleet, case: Case) -> str:
+    """Start all processes, without waiting for them. Returns the name of the backend."""
+    backend = get_backend(case.device)
+    if case.churn and backend.name == "cpu":
+        raise CaseError("--churn empties the cache of a device's allocator, and cpu has none; leave it out")
+    learners, replicas = assign_devices(case, backend.num_devices())
+    for number, devices in enumerate(replicas):
+        name = f"r{number}"
+        if case.engine == "vllm":
+            fleet.replicas.append(vllm_replica(case, name, devices))
+        else:
+            workers = enumerate(devices)
+            children = [Child(f"{name}/{worker}", WorkerHost, case, worker, device) for worker, device in workers]
+            fleet.replicas.append(Replica(name, children))
+    for rank, device in enumerate(learners):
+        fleet.learners.append(Learner(rank, Child(f"learner {rank}", LearnerHost, case, rank, device)))
+    return backend.name
 
 
 def sync_options(case: Case) -> SyncOptions:
@@ -111,28 +128,32 @@ class _Run:
             raise TimeoutError(f"the case was not done after {self.case.case_timeout} s") from error
 
     async def _steps(self, started: float) -> None:
-        await self.fleet.ready(self.case.case_timeout)
+        await gather_all(child.ask("start", timeout_s=self.case.case_timeout) for child in self.fleet.children())
         self.results.start_s = time.monotonic() - started
         manifest = await self._open()
         try:
             if self.generation is not None:
                 await self.generation.start()
             await self._syncs()
-            await self._check()
+            try:
+                await self.coordinator.self_test()
+            except DigestMismatch as error:
+                self.results.mismatches.append(str(error))
             if self.generation is not None:
-                await self.generation.end(self.results)
+                self.results.generation = await self.generation.end(self.results.samples)
             if self.case.baselines:
                 await self._baselines()
         finally:
             await self.coordinator.close()
-        await self._ceiling(manifest)
+        if self.case.engine == "synthetic":
+            await self._ceiling(manifest)
 
     async def _open(self) -> Manifest:
         started = time.monotonic()
         await self.coordinator.open()
         self.results.open_s = time.monotonic() - started
-        self.results.transport = str(getattr(self.coordinator, "transport", ""))
-        receivers = self.fleet.journal.receivers
+        self.results.transport = self.coordinator.transport
+        receivers = {name: info for replica in self.fleet.replicas for name, info in replica.receivers.items()}
         self.results.commit = ", ".join(sorted({info.commit for info in receivers.values()}))
         self.results.worker_bytes = {name: info.pull_bytes for name, info in sorted(receivers.items())}
         assert self.coordinator.manifest is not None
@@ -151,139 +172,107 @@ class _Run:
 
     async def _sync(self) -> SyncSample:
         """Train one step, publish, sync."""
-        self.version += 1
         if self.generation is not None:
             await asyncio.sleep(BETWEEN_SYNCS_S)  # so that each sync meets an engine in full swing
-        await self.fleet.on_learners("train", self.version, timeout_s=self.case.timeout)
+        await self._train()
         if self.case.churn:
-            await self._churn()
-        journal = self.fleet.journal
-        journal.clear()
+            await self._ask(self._plain_children(), "churn", self.version)
+        for party in self.fleet.parties():
+            party.spans.clear()
         started = time.monotonic()
         await self.coordinator.publish(self.version)
         published = time.monotonic()
         report = await self.coordinator.sync(self.version)
-        stopped = time.monotonic()
-        blocked = [span.stopped - span.started for span in journal.spans if span.phase == "publish"]
         return SyncSample(
             started=started,
             published=published,
-            stopped=stopped,
-            publish_s=max(blocked),
+            stopped=time.monotonic(),
             report=report,
-            pulls=dict(journal.pulls),
-            spans=tuple(journal.spans),
+            pulls={name: pull for replica in self.fleet.replicas for name, pull in replica.pulls.items()},
+            spans=tuple(span for party in self.fleet.parties() for span in party.spans),
         )
 
-    async def _churn(self) -> None:
-        children = self._own_children()
-        await all_of(child.ask("churn", self.version, timeout_s=self.case.timeout) for child in children)
+    async def _train(self) -> None:
+        self.version += 1
+        await self._ask((learner.child for learner in self.fleet.learners), "train", self.version)
+
+    async def _ask(self, children: Iterable[Child], method: str, *args: object) -> list[Answer]:
+        return await gather_all(child.ask(method, *args, timeout_s=self.case.timeout) for child in children)
 
     async def _used_bytes(self) -> dict[str, int]:
-        children = self._own_children()
-        answers = await all_of(child.ask("used_bytes", timeout_s=self.case.timeout) for child in children)
+        children = self._plain_children()
+        answers = await self._ask(children, "used_bytes")
         return {child.name: answer.value for child, answer in zip(children, answers, strict=True)}
 
-    def _own_children(self) -> list[Child]:
-        """The processes that are the bench's own: all but those of a real engine."""
+    def _plain_children(self) -> list[Child]:
+        """The processes that hold no real engine."""
         if self.case.engine == "synthetic":
-            return list(self.fleet.children())
+            return self.fleet.children()
         return [learner.child for learner in self.fleet.learners]
 
-    async def _check(self) -> None:
-        try:
-            await self.coordinator.self_test()
-        except DigestMismatch as error:
-            self.results.mismatches.append(str(error))
-
-    # ---------------------------------------------------------------- baselines
-
     async def _baselines(self) -> None:
-        reason = _why_no_baselines(self.case, self.results.device)
+        if self.case.engine != "synthetic":
+            reason = "the workers belong to a real engine, which takes part in no other process group"
+        elif self.case.colocate and self.results.device != "cpu":
+            reason = "a collective library takes no two ranks on one device, and this case is colocated"
+        else:
+            reason = ""
+        self.results.baselines_skipped = reason
         if reason:
-            self.results.baselines_skipped = reason
             return
-        store = host_store(self.case.timeout)
+        timeout_s, children = self.case.timeout, self.fleet.children()
+        meeting = store(timeout_s)
+        first = Seat(
+            port=meeting.port,
+            rank=0,
+            num_learners=self.case.learners,
+            world=len(children),
+            timeout_s=timeout_s,
+            bucket_bytes=self.case.bucket_mib << 20,
+        )
+        seats = ((child, replace(first, rank=rank)) for rank, child in enumerate(children))
         try:
-            await self._join(store.port)
+            await gather_all(child.ask("join", seat, timeout_s=timeout_s) for child, seat in seats)
             for name in BASELINES:
                 self.results.baselines[name] = await self._baseline(name)
         finally:
-            await all_of(child.ask("leave", timeout_s=self.case.timeout) for child in self.fleet.children())
-
-    async def _join(self, port: int) -> None:
-        children = list(self.fleet.children())
-        specs = [
-            GroupSpec(
-                port=port,
-                rank=rank,
-                num_learners=self.case.learners,
-                world=len(children),
-                timeout_s=self.case.timeout,
-                bucket_bytes=self.case.bucket_mib << 20,
-            )
-            for rank in range(len(children))
-        ]
-        pairs = zip(children, specs, strict=True)
-        await all_of(child.ask("join", spec, timeout_s=self.case.timeout) for child, spec in pairs)
+            await self._ask(children, "leave")
 
     async def _baseline(self, name: str) -> BaselineResult:
         """Time some transfers; then bring the last version once more by weight sync: both must leave the same bytes."""
-        timeout_s, seconds = self.case.timeout, []
+        seconds: list[float] = []
         before = await self._digests()
         for _ in range(1 + BASELINE_ROUNDS):
-            self.version += 1
-            await self.fleet.on_learners("train", self.version, timeout_s=timeout_s)
-            answers = await all_of(child.ask("baseline", name, timeout_s=timeout_s) for child in self.fleet.children())
+            await self._train()
+            answers = await self._ask(self.fleet.children(), "baseline", name)
             seconds.append(max(a.stopped for a in answers) - min(a.started for a in answers))
         after = await self._digests()
         await self.coordinator.publish(self.version)
         await self.coordinator.sync(self.version)
         await self.coordinator.self_test()
-        return BaselineResult(
-            seconds=seconds[1:],
-            is_bit_exact=after == await self._digests(),
-            has_written=all(a != b for a, b in zip(before, after, strict=True)),
-        )
+        has_written = all(a != b for a, b in zip(before, after, strict=True))
+        return BaselineResult(seconds=seconds[1:], is_bit_exact=has_written and after == await self._digests())
 
     async def _digests(self) -> list[int]:
-        answers = await self.fleet.on_workers("digests", timeout_s=self.case.timeout)
+        answers = await self._ask(self.fleet.workers(), "digests")
         return [digest for answer in answers for digest in answer.value]
 
-    # ---------------------------------------------------------------- ceiling
-
     async def _ceiling(self, manifest: Manifest) -> None:
-        if self.case.engine != "synthetic":
-            return
-        volumes, timeout_s = volumes_of(manifest), self.case.timeout
-        offered = {rank: size for rank in range(self.case.learners) if (size := volumes.block_bytes(rank))}
-        sources = {rank: self.fleet.learners[rank].child for rank in offered}
-        opened = await all_of(
-            child.ask("open_ceiling", offered[rank], timeout_s=timeout_s) for rank, child in sources.items()
+        volumes, timeout_s, workers = volumes_of(manifest), self.case.timeout, self.fleet.workers()
+        sizes = {rank: max(taken[rank] for taken in volumes.values()) for rank in range(self.case.learners)}
+        sources = {rank: self.fleet.learners[rank].child for rank, size in sizes.items() if size}
+        opened = await gather_all(
+            child.ask("open_ceiling", sizes[rank], timeout_s=timeout_s) for rank, child in sources.items()
         )
         handles = {rank: answer.value for rank, answer in zip(sources, opened, strict=True)}
-        sinks = [
-            (child, volumes.of_worker[worker])
-            for replica in self.fleet.replicas
-            for worker, child in enumerate(replica.children)
-        ]
-        await all_of(
-            child.ask("open_ceiling", {rank: handles[rank] for rank in taken}, taken, index, timeout_s=timeout_s)
-            for index, (child, taken) in enumerate(sinks)
+        await gather_all(
+            child.ask("open_ceiling", handles, dict(volumes[index % self.case.tp]), index, timeout_s=timeout_s)
+            for index, child in enumerate(workers)
         )
         for round_number in range(NUM_WARM_UPS + CEILING_ROUNDS):
             start_at = time.monotonic() + HEAD_START_S
-            answers = await self.fleet.on_workers("run_ceiling", start_at, timeout_s=timeout_s)
+            answers = await self._ask(workers, "run_ceiling", start_at)
             if round_number >= NUM_WARM_UPS:
                 self.results.ceiling_s.append(max(answer.value for answer in answers))
-        await self.fleet.on_workers("close_ceiling", timeout_s=timeout_s)
-        await all_of(child.ask("close_ceiling", timeout_s=timeout_s) for child in sources.values())
-
-
-def _why_no_baselines(case: Case, device: str) -> str:
-    """Why the baselines cannot run here; empty if they can."""
-    if case.engine != "synthetic":
-        return "the workers belong to a real engine, which takes part in no other process group"
-    if case.colocate and device != "cpu":
-        return "a collective library takes no two ranks on one device, and this case is colocated"
-    return ""
+        await self._ask(workers, "close_ceiling")
+        await self._ask(sources.values(), "close_ceiling")

@@ -1,7 +1,4 @@
-"""Exact parameter shapes of well-known models, written down from their published configurations.
-
-Only sizes: nothing is downloaded, and no weights are needed to measure how fast weights travel.
-"""
+"""Exact parameter shapes of well-known models, from their published configurations. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,6 +10,25 @@ from weight_sync.plan.types import ParamMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_CLASSES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+_CONFIG = {
+    "model_type": "model_type", "hidden_size": "hidden", "num_hidden_layers": "layers", "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads", "head_dim": "head_dim", "intermediate_size": "intermediate",
+    "vocab_size": "vocab", "tie_word_embeddings": "is_tied", "rope_theta": "rope_theta",
+    "max_position_embeddings": "max_positions",
+}  # fmt: skip
+"""Key of a `config.json` -> field of `Architecture`."""
+_EXPERTS_CONFIG = {
+    "num_experts": "num_experts", "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "expert_intermediate",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,35 +56,29 @@ class Architecture:
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(checkpoint name, full shape) of every parameter, in the order of a checkpoint."""
-        yield "model.embed_tokens.weight", (self.vocab, self.hidden)
+        hidden, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        inner = self.expert_intermediate if self.num_experts else self.intermediate
+        yield "model.embed_tokens.weight", (self.vocab, hidden)
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}."
-            yield from ((prefix + name, shape) for name, shape in self._attention())
-            yield from ((prefix + name, shape) for name, shape in self._mlp())
-            yield prefix + "input_layernorm.weight", (self.hidden,)
-            yield prefix + "post_attention_layernorm.weight", (self.hidden,)
-        yield "model.norm.weight", (self.hidden,)
+            for part, rows in (("q", q), ("k", kv), ("v", kv)):
+                yield f"{prefix}self_attn.{part}_proj.weight", (rows, hidden)
+                if self.has_qkv_bias:
+                    yield f"{prefix}self_attn.{part}_proj.bias", (rows,)
+            yield f"{prefix}self_attn.o_proj.weight", (hidden, q)
+            for part in "qk" if self.has_qk_norm else "":
+                yield f"{prefix}self_attn.{part}_norm.weight", (self.head_dim,)
+            if self.num_experts:
+                yield f"{prefix}mlp.gate.weight", (self.num_experts, hidden)
+            for mlp in [f"mlp.experts.{expert}" for expert in range(self.num_experts)] or ["mlp"]:
+                yield f"{prefix}{mlp}.gate_proj.weight", (inner, hidden)
+                yield f"{prefix}{mlp}.up_proj.weight", (inner, hidden)
+                yield f"{prefix}{mlp}.down_proj.weight", (hidden, inner)
+            yield f"{prefix}input_layernorm.weight", (hidden,)
+            yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+        yield "model.norm.weight", (hidden,)
         if not self.is_tied:
-            yield "lm_head.weight", (self.vocab, self.hidden)
-
-    def _attention(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        for part, rows in (("q", q), ("k", kv), ("v", kv)):
-            yield f"self_attn.{part}_proj.weight", (rows, self.hidden)
-            if self.has_qkv_bias:
-                yield f"self_attn.{part}_proj.bias", (rows,)
-        yield "self_attn.o_proj.weight", (self.hidden, q)
-        if self.has_qk_norm:
-            yield "self_attn.q_norm.weight", (self.head_dim,)
-            yield "self_attn.k_norm.weight", (self.head_dim,)
-
-    def _mlp(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        if not self.num_experts:
-            yield from _gated_mlp("mlp.", self.hidden, self.intermediate)
-            return
-        yield "mlp.gate.weight", (self.num_experts, self.hidden)
-        for expert in range(self.num_experts):
-            yield from _gated_mlp(f"mlp.experts.{expert}.", self.hidden, self.expert_intermediate)
+            yield "lm_head.weight", (self.vocab, hidden)
 
     def params(self, dtype: str) -> tuple[ParamMeta, ...]:
         """What a learner describes; `dtype` is what travels and what the engine stores."""
@@ -80,60 +90,21 @@ class Architecture:
 
     def config(self, dtype: str) -> dict[str, Any]:
         """A Hugging Face `config.json` from which an engine builds this model without weights or tokenizer."""
-        classes = {
-            "qwen2": "Qwen2ForCausalLM",
-            "llama": "LlamaForCausalLM",
-            "qwen3": "Qwen3ForCausalLM",
-            "qwen3_moe": "Qwen3MoeForCausalLM",
-        }
-        experts: dict[str, Any] = {
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "moe_intermediate_size": self.expert_intermediate,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "norm_topk_prob": True,
-        }
-        return {
-            "architectures": [classes[self.model_type]],
-            "model_type": self.model_type,
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate,
-            "vocab_size": self.vocab,
-            "tie_word_embeddings": self.is_tied,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": self.rope_theta,
-            "max_position_embeddings": self.max_positions,
-            "attention_bias": False,
-            "torch_dtype": dtype,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            **(experts if self.num_experts else {}),
-        }
+        names = _CONFIG | (_EXPERTS_CONFIG if self.num_experts else {})
+        fixed: dict[str, Any] = {
+            "architectures": [_CLASSES[self.model_type]], "torch_dtype": dtype, "hidden_act": "silu",
+            "rms_norm_eps": 1e-6, "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+        }  # fmt: skip
+        experts = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+        found = {name: getattr(self, field) for name, field in names.items()} | fixed
+        return found | experts if self.num_experts else found
 
 
-def _gated_mlp(prefix: str, hidden: int, intermediate: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield prefix + "gate_proj.weight", (intermediate, hidden)
-    yield prefix + "up_proj.weight", (intermediate, hidden)
-    yield prefix + "down_proj.weight", (hidden, intermediate)
-
-
-def _qwen2(name: str, hidden: int, layers: int, **sizes: Any) -> Architecture:
-    heads = sizes["heads"]
+def _qwen2(name: str, hidden: int, layers: int, *, heads: int, **sizes: Any) -> Architecture:
     return Architecture(
-        name=name,
-        model_type="qwen2",
-        hidden=hidden,
-        layers=layers,
-        head_dim=hidden // heads,
-        has_qkv_bias=True,
-        **sizes,
-    )
+        name=name, model_type="qwen2", hidden=hidden, layers=layers, heads=heads, head_dim=hidden // heads,
+        has_qkv_bias=True, **sizes,
+    )  # fmt: skip
 
 
 def _llama3(name: str, hidden: int, layers: int, **sizes: Any) -> Architecture:
@@ -165,7 +136,6 @@ _ALL = (
     ),
 )  # fmt: skip
 MODELS = {architecture.name: architecture for architecture in _ALL}
-"""Architecture by name."""
 
 
 def architecture(name: str) -> Architecture:

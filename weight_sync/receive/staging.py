@@ -75,17 +75,6 @@ def shadow_plan(runs: Sequence[Run]) -> ShadowPlan:
     return ShadowPlan(tuple(ranges), tuple(offsets), nbytes)
 
 
-def staggered(ranks: Sequence[int], index: int) -> tuple[int, ...]:
-    """Source order of the `index`-th receiver: it starts at another source than its neighbours and goes round.
-
-    Two receivers that read one source share its egress (198 instead of 381 GB/s each); staggered they do not meet.
-    """
-    if not ranks:
-        return ()
-    start = index % len(ranks)
-    return (*ranks[start:], *ranks[:start])
-
-
 SHADOW_HEADROOM = 0.9
 """`auto` stages only if the shadow takes at most this fraction of what is free."""
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weight_sync.plan.types import Run
-from weight_sync.receive.staging import shadow_plan, staggered
+from weight_sync.receive.staging import shadow_plan
 from weight_sync.transports.base import PIECE_BYTES, pieces
 
 runs = st.lists(
@@ -41,10 +41,3 @@ def test_pieces_cover_everything_in_order() -> None:
     total = 2 * PIECE_BYTES + 5
     assert list(pieces(total)) == [(0, PIECE_BYTES), (PIECE_BYTES, PIECE_BYTES), (2 * PIECE_BYTES, 5)]
     assert list(pieces(0)) == []
-
-
-def test_receivers_in_step_never_read_the_same_source_when_there_are_enough() -> None:
-    orders = [staggered([3, 5, 8], index) for index in range(3)]
-    for step in range(3):
-        assert len({order[step] for order in orders}) == 3
-    assert staggered([], 4) == ()
