@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NUM_EACH = 8
+PACK: list[tuple[str, float]] = [("pack", 0), ("packed", 0)]
 SCRIPTS = {
     "versions in order": ["sync 1", "step 1", "step 2", "sync 2", "publish 3", "publish 4", "sync 3", "sync 4"],
     "a version that is gone": ["publish 1", "begin sync 1", "publish 2", "publish 3", "end sync", "sync 3"],
@@ -46,7 +47,24 @@ SCRIPTS = {
 
 
 def cases() -> Mapping[str, Any]:
-    slots = {
+    slow = [*PACK, ("hold", 0), ("wait", 6.0), *PACK, *PACK, ("let go", 2), ("hold", 0)]
+    renewed = [
+        *PACK,
+        ("hold", 0),
+        ("wait", 3.0),
+        ("hold", 0),
+        ("wait", 3.0),
+        *PACK,
+        ("let go", 0),
+        *PACK,
+        ("let go", 1),
+    ]
+    slots: dict[str, Any] = {
+        f"{num_slots} slots, {name}": ("slots", (num_slots, events))
+        for num_slots in (1, 2)
+        for name, events in {"a reader that is too slow": slow, "a reader that asks for more time": renewed}.items()
+    }
+    slots |= {
         f"{num_slots} slots, {seed}": ("slots", (num_slots, slot_events(random.Random(seed))))
         for num_slots in (1, 2, 3)
         for seed in range(NUM_EACH)
@@ -58,9 +76,9 @@ def cases() -> Mapping[str, Any]:
 
 def slot_events(rng: random.Random) -> list[tuple[str, float]]:
     """What parties do to the slots, in an order that can happen; with seconds, or versions back from the newest."""
-    events: list[tuple[str, float]] = [("pack", 0), ("packed", 0)]
+    events = [*PACK]
     for _ in range(30):
-        kind = rng.choice(["pack", "pack", "hold", "hold", "let go", "wait"])
+        kind = rng.choice(["pack", "pack", "hold", "hold", "let go", "let go", "wait"])
         match kind:
             case "pack":
                 events.append(("pack", 0))
@@ -69,7 +87,7 @@ def slot_events(rng: random.Random) -> list[tuple[str, float]]:
             case "wait":
                 events.append(("wait", rng.choice([1.0, 3.0, 6.0])))
             case _:
-                events.append((kind, rng.randint(0, 1)))
+                events.append((kind, rng.randint(0, 1 + (kind == "let go"))))
     return events
 
 

@@ -179,6 +179,8 @@ class _Run:
             await self._ask(self._plain_children(), "churn", self.version)
         for party in self.fleet.parties():
             party.spans.clear()
+        for replica in self.fleet.replicas:
+            replica.pulls.clear()
         started = time.monotonic()
         await self.coordinator.publish(self.version)
         published = time.monotonic()
