@@ -16,6 +16,7 @@ The driver reaches the other two by a `PublisherHandle` per rank and a `ReplicaH
 bytes. `weight_sync/example.py` is a whole program.
 """
 
+# ruff: noqa: F401 - the imports below are for those who check types; `__all__` is their table
 from __future__ import annotations
 
 from importlib import import_module
@@ -47,36 +48,6 @@ if TYPE_CHECKING:
     from weight_sync.vllm.compat import EXTENSION, UnsupportedVllm
     from weight_sync.vllm.replica import AsyncLLMReplica
 
-__all__ = [
-    "EXTENSION",
-    "AsyncLLMReplica",
-    "CommitResult",
-    "DeviceError",
-    "DigestMismatch",
-    "LeaseExpired",
-    "PlanMismatch",
-    "PublisherHandle",
-    "PublisherLost",
-    "PullTimeout",
-    "RelayStalled",
-    "ReplicaDirty",
-    "ReplicaHandle",
-    "StaleEpoch",
-    "SyncCoordinator",
-    "SyncOptions",
-    "SyncReport",
-    "TransportUnusable",
-    "UnsupportedVllm",
-    "VersionUnavailable",
-    "WeightPublisher",
-    "WeightReceiver",
-    "WeightSyncError",
-    "WorkerService",
-    "get_backend",
-    "local_shards",
-    "reply_state",
-]
-
 _HOMES = {
     "control.coordinator": ("SyncCoordinator",),
     "control.epoch": ("SyncOptions",),
@@ -95,6 +66,7 @@ _HOMES = {
 }  # fmt: skip
 """Module of this package -> the public names that live there."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = list(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:

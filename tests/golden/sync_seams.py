@@ -110,7 +110,12 @@ def told(error: BaseException) -> list[str]:
 
 
 def plain_text(text: str) -> str:
-    for pattern, word in ((r"127\.0\.0\.1:\d+", "ADDRESS"), (r"0x[0-9a-f]+|\b[0-9a-f]{12,64}\b", "HEX")):
+    patterns = {
+        r"127\.0\.0\.1:\d+": "ADDRESS",
+        r"0x[0-9a-f]+|\b[0-9a-f]{12,64}\b": "HEX",
+        r"public names: .*": "public names: NAMES",
+    }
+    for pattern, word in patterns.items():
         text = re.sub(pattern, word, text)
     return text
 

@@ -27,7 +27,7 @@ itself, each starting at another one, and all links are full.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -53,20 +53,6 @@ class Party(msgspec.Struct, frozen=True, kw_only=True):
     relays: bool = True
     """False if others cannot read from it (no shadow block, or memory that cannot be shared); then it reads everything
     from the learners."""
-
-
-class Fleet(NamedTuple):
-    """Learners and replicas of one node, for `ideal_seconds`."""
-
-    num_publishers: int
-    num_replicas: int
-    num_workers: int = 1
-    """Workers of one replica."""
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether a learner has to send more than a receiver can take."""
-        return self.num_replicas * self.num_workers > self.num_publishers
 
 
 def plan_routes(
@@ -111,39 +97,6 @@ def plan_routes(
                 starts = _starts(len(ranks), groups, shift=shift, turn=nth)
                 routes |= _walk_ring(names, ranks, starts=starts, relayed=chained)
     return routes
-
-
-def ideal_seconds(
-    fleet: Fleet, nbytes: int, *, bytes_per_s: float, hop_s: float = 0.0, relay: RelayMode = "auto"
-) -> float:
-    """Seconds until the last receiver of a node has its `nbytes`, if every link runs at `bytes_per_s` both ways.
-
-    `hop_s` is what a piece needs from its arrival at one receiver to its arrival at the next: the time of one copy plus
-    noticing it. With P learners, R replicas of W workers and G = min(R, max(1, P // W)) groups:
-
-        R * W <= P             nbytes / bytes_per_s                                         everyone reads directly
-        more, relayed          max(1, W / P) * nbytes / bytes_per_s + (ceil(R / G) - 1) * hop_s      (a bound if W > P)
-        more, `relay="off"`    (R * W / P) * nbytes / bytes_per_s
-
-    For 15.2 GB at 381 GB/s (40 ms) and a hop of 1 ms:
-
-        P    R    W    relayed     off
-        1    2    1    41 ms       80 ms
-        1    3    1    42 ms      120 ms
-        2    3    1    41 ms       60 ms
-        2    6    1    42 ms      120 ms
-        4    4    1    40 ms       40 ms      not crowded
-        2    3    2    22 ms       60 ms      each worker reads half
-    """
-    receivers = fleet.num_replicas * fleet.num_workers
-    alone_s = nbytes / bytes_per_s
-    if not fleet.is_crowded:
-        return alone_s
-    if relay == "off":
-        return alone_s * receivers / fleet.num_publishers
-    groups = min(fleet.num_replicas, max(1, fleet.num_publishers // fleet.num_workers))
-    hops = -(-fleet.num_replicas // groups) - 1
-    return max(1.0, fleet.num_workers / fleet.num_publishers) * alone_s + hops * hop_s
 
 
 def _check(publishers: Mapping[int, str], receivers: Sequence[Party], sources: Mapping[int, Sequence[int]]) -> None:

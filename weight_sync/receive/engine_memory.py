@@ -219,10 +219,6 @@ class Counts(NamedTuple):
     never: int
     twice: int
 
-    @property
-    def is_exactly_once(self) -> bool:
-        return not self.never and not self.twice
-
     def describe(self, block: Block) -> str:
         return (
             f"{block.name} {tuple(block.tensor.shape)}: of {block.num_elements} elements {self.copied} come from the "

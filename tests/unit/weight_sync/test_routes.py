@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.plan.routes import Fleet, Party, Routes, ideal_seconds, plan_routes
+from weight_sync.plan.routes import Party, Routes, plan_routes
 
 small = settings(max_examples=150, deadline=None)
 
@@ -176,21 +176,11 @@ def test_a_simulated_sync_takes_as_long_as_the_closed_form_says(
     if -(-num_replicas // max(1, num_publishers // num_workers)) > pieces:
         return  # a chain that is longer than a source never fills
     ticks = simulate(one_node(num_publishers, num_replicas, num_workers), num_publishers, pieces)
-    ideal = ideal_seconds(
-        Fleet(num_publishers, num_replicas, num_workers), pieces * num_publishers, bytes_per_s=1.0, hop_s=1.0
-    )
+    ideal = pieces * num_publishers
+    if num_replicas * num_workers > num_publishers:  # relayed: the busiest port, and the way down the longest group
+        groups = min(num_replicas, max(1, num_publishers // num_workers))
+        ideal = max(1.0, num_workers / num_publishers) * ideal + -(-num_replicas // groups) - 1
     assert ticks == ideal if num_workers <= num_publishers else ticks >= ideal
-
-
-@pytest.mark.parametrize(
-    ("fleet", "relayed", "off"),
-    [((1, 2, 1), 41, 80), ((1, 3, 1), 42, 120), ((2, 3, 1), 41, 60), ((2, 6, 1), 42, 120), ((4, 4, 1), 40, 40)],
-)
-def test_the_table_of_ideal_times(fleet: tuple[int, int, int], relayed: float, off: float) -> None:
-    link = {"bytes_per_s": 381e9, "hop_s": 0.001}
-    nbytes = int(0.040 * 381e9)
-    assert ideal_seconds(Fleet(*fleet), nbytes, **link) * 1e3 == pytest.approx(relayed, abs=0.01)
-    assert ideal_seconds(Fleet(*fleet), nbytes, relay="off", **link) * 1e3 == pytest.approx(off, abs=0.01)
 
 
 def test_four_receivers_of_two_learners_are_routed_as_the_picture_shows() -> None:
