@@ -47,13 +47,13 @@ def test_compiled_blocks_give_the_same_gradients_and_names(tmp_path: Path) -> No
         {"advantage_estimator": "gae", "critic": {"shared_backbone": True}},
     ],
 )
-def test_after_a_rehearsal_no_step_waits_for_the_compiler(
+def test_after_compiling_ahead_no_step_waits_for_the_compiler(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with process_group(tmp_path / "store"):
         directory = save_tiny(tmp_path / "model")
         save_tiny(tmp_path / "llama", "llama")
-        monkeypatch.chdir(tmp_path)  # where the critic lies, whose blocks are none of the policy's
+        monkeypatch.chdir(tmp_path)  # where the critic is, whose blocks are not the policy's
         cfg = config(directory, **changes)
         cfg = replace(
             cfg,
@@ -65,9 +65,9 @@ def test_after_a_rehearsal_no_step_waits_for_the_compiler(
         torch.compiler.reset()  # a test before this one may have compiled the same block
         before = counters["stats"]["unique_graphs"]
         learner.warmup_compile(largest_micro_batch(cfg))
-        rehearsed = counters["stats"]["unique_graphs"]
-        assert rehearsed > before
+        compiled_ahead = counters["stats"]["unique_graphs"]
+        assert compiled_ahead > before
         (parts, rewards), (one, of_one) = rewarded(4), rewarded(2, seed=1)
         for step, (batch, given) in enumerate(((pack(parts), rewards), (pack(one[:1]), of_one), (filler(), rewards))):
             learner.train_step([batch], step=step, **given)
-        assert counters["stats"]["unique_graphs"] == rehearsed
+        assert counters["stats"]["unique_graphs"] == compiled_ahead

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3Config, Qwen2Config
 
 from tests.fakes.learner import KINDS, TINY, make_learner, pack, run_config, sequences, without_loss
-from tests.fakes.rewarded import config, rewarded
 from trainer.config.schema import LoraConfig
 from trainer.learner.flops import ModelFlops, head_dim, model_flops, peak_flops
 
@@ -82,14 +81,6 @@ def test_a_learner_counts_its_own_batches_and_what_is_frozen_less(tiny_dir: Path
         per_squared_length=expected.per_squared_length,
     )
     assert adapted.train_step(batches, step=0).peak_flops is None, "nobody said what this CPU can do"
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_step_of_the_critic_alone_has_no_operations_of_the_policy(tiny_dir: Path) -> None:
-    learner = make_learner(config(tiny_dir, critic={"warmup_steps": 1}))
-    parts, rewards = rewarded(4)
-    found = [learner.train_step([pack(parts)], step=step, **rewards).model_flops for step in (0, 1)]
-    assert found[0] is None and found[1]
 
 
 @pytest.mark.parametrize(
