@@ -197,7 +197,7 @@ def test_headings_become_the_anchors_that_github_makes(tmp_path: Path) -> None:
 
 
 def example_configurations() -> list[tuple[str, str]]:
-    """(name, text) of every YAML file that a document tells people to write."""
+    """(name, text) of every YAML file that a document shows."""
     found: list[tuple[str, str]] = []
     for document in documents():
         text = document.read_text(encoding="utf-8")

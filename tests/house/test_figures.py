@@ -1,4 +1,4 @@
-"""Tables of the documentation say what the raw results beside them say."""
+"""Tables of the documentation equal the raw results next to them."""
 
 from __future__ import annotations
 

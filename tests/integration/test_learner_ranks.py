@@ -348,7 +348,7 @@ IN_LOSS = {"coef": 0.3, "apply_to": "loss"}
 BAD_CASES: dict[str, tuple[dict[str, Any], str]] = {
     "own critic": ({}, "values of the critic"),
     "shared critic": ({"critic": {"shared_backbone": True}}, "values of the critic"),
-    "reference, reward of answers": ({"advantage_estimator": "grpo", "kl": IN_REWARD}, "log-probs of the reference"),
+    "reference, reward of responses": ({"advantage_estimator": "grpo", "kl": IN_REWARD}, "log-probs of the reference"),
     "reference, reward of tokens": ({"kl": IN_REWARD}, "log-probs of the reference"),
     "reference, loss": ({"advantage_estimator": "grpo", "kl": IN_LOSS}, "log-probs of the reference"),
 }

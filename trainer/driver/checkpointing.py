@@ -110,7 +110,7 @@ def prepare_run_dir(cfg: RunConfig, run_dir: RunDir, resumed: ResumePoint | None
         set_records_aside(run_dir)
         return
     # First, or a kill in between would leave a newest checkpoint whose records are gone.
-    left = checkpoint.abandon(run_dir.checkpoints, going_on_from=resumed.path)
+    left = checkpoint.abandon(run_dir.checkpoints, resumed_from=resumed.path)
     if left:
         names = ", ".join(path.name for path in left)
         aside = run_dir.checkpoints / checkpoint.ABANDONED

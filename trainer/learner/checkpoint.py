@@ -189,11 +189,11 @@ def prune(directory: Path, *, keep_last: int, keep_every: int = 0) -> list[Path]
     return doomed
 
 
-def abandon(directory: Path, *, going_on_from: Path) -> list[Path]:
-    """Move what does not lead to the checkpoint `going_on_from` to `directory/abandoned`; returns where it is now.
+def abandon(directory: Path, *, resumed_from: Path) -> list[Path]:
+    """Move what does not lead to the checkpoint `resumed_from` to `directory/abandoned`; returns where it is now.
     Otherwise `find_latest` would resume from the abandoned branch, and `prune` delete the new one for it."""
     steps = _steps(directory)
-    own = next((path for path in steps if path.samefile(going_on_from)), None)  # a link may have another name
+    own = next((path for path in steps if path.samefile(resumed_from)), None)  # a link may have another name
     left = [path for path in steps if own is None or step_of(path) > step_of(own)]
     moved = [_free_name(directory / ABANDONED / path.name) for path in left]
     for path, target in zip(left, moved, strict=True):

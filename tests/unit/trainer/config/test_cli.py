@@ -272,10 +272,12 @@ def test_an_error_of_pydantic_is_reported_by_its_text(caplog: pytest.LogCaptureF
     trace = "".join(traceback.format_exception(caught.value))
     sent = RayTaskError("start", trace, caught.value, proctitle="ray::Engine", pid=1, ip="127.0.0.1")
     assert type(sent.cause).__name__ == "RayError" and "isn't serializable" in caplog.text
-    told = "ValidationError: 1 validation error for ModelConfig Value error, fp8 needs another device. It was asked for"
+    expected = (
+        "ValidationError: 1 validation error for ModelConfig Value error, fp8 needs another device. It was asked for"
+    )
     for error in (sent, caught.value):
         line = one_line(first_cause(error))
-        assert line.startswith(told) and "errors.pydantic.dev" not in line
+        assert line.startswith(expected) and "errors.pydantic.dev" not in line
 
 
 def test_problems_are_the_same_in_another_process() -> None:

@@ -313,8 +313,11 @@ def cut(turns: Sequence[Turn], places: set[int]) -> tuple[Turn, ...]:
 
 
 def cut_batch(places: set[int], *, num_ranks: int = 1, **algorithm: Any) -> TrainBatch:
-    answers = [make_trajectory(0, turns=cut(LINEAR, places), reward=2.0), make_trajectory(1, num_tokens=5, reward=0.0)]
-    batch = build(make_group(answers), num_ranks=num_ranks, max_tokens=60, max_response_tokens=20, **algorithm)
+    responses = [
+        make_trajectory(0, turns=cut(LINEAR, places), reward=2.0),
+        make_trajectory(1, num_tokens=5, reward=0.0),
+    ]
+    batch = build(make_group(responses), num_ranks=num_ranks, max_tokens=60, max_response_tokens=20, **algorithm)
     assert (batch.num_samples, batch.num_sequences) == (2, 2 + len(places))
     return batch
 
@@ -363,7 +366,7 @@ def test_every_sequence_knows_its_response_among_the_scored_ones() -> None:
     (batch,) = [cut_batch({2}, kl=IN_REWARD)]
     found = [(int(m.response_index[i]), r) for m in micro_batches(batch) if m.response_index is not None
              for i, r in enumerate(np.split(m.token_rewards, m.cu_seqlens[1:-1]))]  # fmt: skip
-    assert sorted((answer, rewards[rewards != 0].tolist()) for answer, rewards in found) == [
+    assert sorted((response, rewards[rewards != 0].tolist()) for response, rewards in found) == [
         (0, [-1.0, 2.25]), (0, [0.5]), (1, []),
     ]  # fmt: skip
     empty = make_trajectory(1, turns=(make_turn(3, []),), reward=7.0)

@@ -75,11 +75,11 @@ def test_a_checkpoint_that_lost_its_manifest_is_damaged_and_still_the_newest(
     with pytest.raises(CheckpointError, match="does not exist"):
         verify(tmp_path / "step_2")
     assert older_complete(path) == older and older_complete(older) is None
-    assert abandon(tmp_path, going_on_from=older) == [tmp_path / "abandoned" / "step_20"]
+    assert abandon(tmp_path, resumed_from=older) == [tmp_path / "abandoned" / "step_20"]
 
 
 @pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/step_20"])
-def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, given: str) -> None:
+def test_a_run_directory_means_its_newest_checkpoint(tmp_path: Path, given: str) -> None:
     for step in (20, 3):
         _save(tmp_path / "run" / "checkpoints", step)
     assert locate(tmp_path / given) == tmp_path / "run" / "checkpoints" / "step_20"
@@ -201,16 +201,16 @@ def test_continuing_from_an_older_checkpoint_moves_the_later_ones_aside(tmp_path
     aside = tmp_path / "abandoned"
     link = tmp_path / "good"
     link.symlink_to(tmp_path / "step_10")
-    assert abandon(tmp_path, going_on_from=link) == [aside / "step_40", aside / "step_50"]
+    assert abandon(tmp_path, resumed_from=link) == [aside / "step_40", aside / "step_50"]
     _save(tmp_path, 20)
     assert prune(tmp_path, keep_last=2) == [tmp_path / "step_5"]
     assert find_latest(tmp_path) == tmp_path / "step_20"
-    assert abandon(tmp_path, going_on_from=tmp_path / "step_20") == []
+    assert abandon(tmp_path, resumed_from=tmp_path / "step_20") == []
     _save(tmp_path, 40, b"another branch")
-    assert abandon(tmp_path, going_on_from=tmp_path / "step_20") == [aside / "step_40.2"], "what is there stays"
+    assert abandon(tmp_path, resumed_from=tmp_path / "step_20") == [aside / "step_40.2"], "what is there stays"
     assert step_of(aside / "step_40") == 40 and read_state(aside / "step_50")["step"] == 50, "one can resume from them"
     elsewhere = _save(tmp_path / "other", 30)  # of another branch, whatever the numbers
-    abandon(tmp_path, going_on_from=elsewhere)
+    abandon(tmp_path, resumed_from=elsewhere)
     assert find_latest(tmp_path) is None and elsewhere.exists()
 
 

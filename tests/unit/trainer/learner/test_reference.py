@@ -190,8 +190,8 @@ def taught(model_dir: Path, teacher_dir: Path, *, lr: float = 1e-3, **algorithm:
 
 
 def every_next_token(prompt: np.ndarray, logprobs_V: np.ndarray) -> list[MicroBatch]:
-    """One answer of one token for each token there is, weighted by how often the policy samples it: a sum over them is
-    a mean over what it samples, without noise."""
+    """One response of one token for each token there is, weighted by its probability: a sum over them is the mean over
+    what the policy samples."""
     length = len(prompt) + 1
     mask = np.arange(length) == length - 1
     return [
@@ -227,7 +227,7 @@ def test_the_teacher_scores_with_its_own_shape_among_the_policys_tokens(tiny_dir
 
 
 def test_adapters_learn_from_a_teacher_of_its_own_weights(tiny_dir: Path, teacher_dir: Path) -> None:
-    """With LoRA, too, the teacher is a model beside the policy, and has no adapters."""
+    """With LoRA, too, the teacher is a second model, without adapters."""
     cfg = taught(tiny_dir, teacher_dir)
     learner, whole = make_learner(with_lora(cfg)), make_learner(cfg)
     batch = pack(sequences(4))
