@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import EngineDead
@@ -116,34 +115,16 @@ def load_metrics(reports: Sequence[WorkerReport], loads: Mapping[str, EngineStat
     return {name: value for name, value in record.items() if value is not None}
 
 
-@dataclass(slots=True, kw_only=True)
-class _Account:
-    """Of one engine and its restarted successors. Seconds are those since `take`."""
-
-    at: float
-    """Time of the last entry, by our clock."""
-    last: EngineTimes | None = None
-    busy_s: float = 0.0
-    up_s: float = 0.0
-    idle_frac: float | None = None
-
-    def add(self, busy_s: float, up_s: float, now: float) -> None:
-        self.busy_s, self.up_s, self.at = self.busy_s + min(busy_s, up_s), self.up_s + up_s, now
-
-    def take(self) -> float | None:
-        """The idle share since the last call, or that of before if nothing is new."""
-        if self.up_s > 0:
-            self.idle_frac = 1.0 - self.busy_s / self.up_s
-        self.busy_s = self.up_s = 0.0
-        return self.idle_frac
-
-
 class EngineIdleMeter:
-    """An account per engine. From its loss to the first report of its successor it counts as idle."""
+    """Busy and total seconds of each engine. From its loss to the first report of its successor it counts as idle."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._accounts: dict[str, _Account] = {}
+        self._last: dict[str, tuple[float, EngineTimes | None]] = {}
+        """Engine -> the time that it is counted up to, by our clock, and its last report."""
+        self._busy_s, self._up_s = defaultdict[str, float](float), defaultdict[str, float](float)
+        """Since the last `take_frac`."""
+        self._idle_frac: dict[str, float] = {}
 
     def add(self, times: Mapping[str, EngineTimes], lost: Collection[str]) -> None:
         """
@@ -153,18 +134,24 @@ class EngineIdleMeter:
         """
         now = self._clock()
         for name in {*times, *lost}:
-            account = self._accounts.setdefault(name, _Account(at=now))
-            new, before = times.get(name), account.last
-            if new is not None:
-                account.last = new
+            counted_to, before = self._last.setdefault(name, (now, None))
+            new, passed_s = times.get(name), now - counted_to
             if new is not None and (before is None or new.began_at != before.began_at):
-                account.add(new.busy_s, now - account.at, now)  # no time, where it is the first report of all
+                busy_s, up_s = new.busy_s, passed_s
             elif new is not None and before is not None and new.up_s > before.up_s:
-                account.add(new.busy_s - before.busy_s, min(new.up_s - before.up_s, now - account.at), now)
+                busy_s, up_s = new.busy_s - before.busy_s, min(new.up_s - before.up_s, passed_s)
             elif name in lost:
-                account.add(0.0, now - account.at, now)
+                busy_s, up_s = 0.0, passed_s
+            else:
+                continue
+            self._last[name] = now, before if new is None else new
+            self._busy_s[name] += min(busy_s, up_s)
+            self._up_s[name] += up_s
 
     def take_frac(self, *, num_replicas: int) -> float | None:
-        """Mean over all engines since the last call; None before all have reported twice."""
-        fracs = [frac for account in self._accounts.values() if (frac := account.take()) is not None]
-        return sum(fracs) / num_replicas if len(fracs) == num_replicas else None
+        """Mean over all engines since the last call; None before all have reported twice. An engine without news keeps
+        its share."""
+        self._idle_frac |= {name: 1.0 - self._busy_s[name] / up_s for name, up_s in self._up_s.items() if up_s > 0}
+        self._busy_s.clear()
+        self._up_s.clear()
+        return sum(self._idle_frac.values()) / num_replicas if len(self._idle_frac) == num_replicas else None
