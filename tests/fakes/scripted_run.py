@@ -326,7 +326,6 @@ class ScriptedRun:
     num_held_out: int = 4
     further_sets: tuple[EvalSet, ...] = ()
     prompts: PromptSet = field(default_factory=prompt_set)
-    devices: DedicatedDevices | None = None
 
     def __post_init__(self) -> None:
         cfg, world = self.cfg, self.world
@@ -352,7 +351,7 @@ class ScriptedRun:
             buffer=self.buffer,
             workers=anything,
             learner=anything,
-            devices=self.devices or DedicatedDevices(anything),
+            devices=DedicatedDevices(anything),
             eval_sets=(*held_out(cfg, self.num_held_out), *self.further_sets),
             pin_versions=world.freeze,
             live=sync_report(self.state.version),

@@ -110,7 +110,7 @@ def _rss_bytes() -> int:
 
 
 def cases(most_groups: int) -> list[Case]:
-    """One length under growing loads; then longer and longer runs, of groups of one, which cost most per answer."""
+    """One length under growing loads; then longer and longer runs, of groups of one, which cost most per response."""
     small, full = (Case(num_groups=10_000, trajectories_admitted=n * SPARE // 4) for n in (IN_FLIGHT // 10, IN_FLIGHT))
     lengths = [replace(small, group_size=1, num_groups=n) for n in (1_000, 3_000, 10_000, 30_000, 100_000)]
     lengths = [case for case in lengths if case.num_groups <= most_groups]
@@ -119,7 +119,7 @@ def cases(most_groups: int) -> list[Case]:
 
 
 def ray_cases(most_groups: int) -> list[RayCase]:
-    """Growing loads; then longer runs, also of groups of one; then long answers, and with all files."""
+    """Growing loads; then longer runs, also of groups of one; then long responses, and with all files."""
     usual = RayCase(num_groups=1_000, trajectories_admitted=2_000)
     loads = [
         replace(usual, series="load", num_groups=n, trajectories_admitted=RAY_SPARE * load) for load, n in RAY_LOADS

@@ -5,7 +5,7 @@
     2 learner rank actors: fetch their micro-batches from the object store, count tokens     actors.py
 
 Weight sync is one call to every rollout worker, which sets the version of its replicas. In real time: replicas take the
-time of their answers, so that as many trajectories are in flight as the case asks for.
+time of their responses, so that as many trajectories are in flight as the case asks for.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RayCase:
     num_workers: int = 2
     num_ranks: int = 2
     trajectories_per_s: int = 500
-    """What the machine can keep up with; answers take as long as that many of them per second allow."""
+    """What the machine can keep up with; responses take as long as that many of them per second allow."""
     prompt_tokens: int = 64
     least_tokens: int = 64
     most_tokens: int = 256
@@ -113,7 +113,7 @@ class RayCase:
                 "max_tokens_per_micro_batch": 16 * (self.prompt_tokens + self.most_tokens),
             },
             mode={"max_staleness": self.max_staleness},
-            # A lone answer has no peer to be compared with, and most estimators would leave it out of the batch.
+            # A lone response has no peer to be compared with, and most estimators would leave it out of the batch.
             algorithm={
                 "advantage_estimator": "grpo" if self.group_size > 1 else "reinforce",
                 "dynamic_sampling": False,

@@ -34,7 +34,6 @@ from trainer.config.compose import load_config
 from trainer.driver.checkpointing import find_resume_point
 from trainer.driver.loops import StalenessViolation, StallTimeout, check_staleness, filter_reason
 from trainer.driver.state import FailedResponses
-from trainer.driver.weight_updates import DedicatedDevices
 from trainer.errors import first_cause
 from trainer.telemetry import trajectories
 
@@ -162,28 +161,6 @@ def test_a_token_or_a_baseline_that_is_too_old_is_caught_even_in_a_young_group()
         check_staleness([one], version=4, max_staleness=2)
         with pytest.raises(StalenessViolation, match=r"version 2 \(group 7\)"):
             check_staleness([one], version=4, max_staleness=1)
-
-
-class Offloading(DedicatedDevices):
-    """The learner's memory leaves in 3 s once it has packed."""
-
-    async def publish(self, version: int) -> float:
-        seconds = await super().publish(version)
-        await asyncio.sleep(self.offload_s)
-        return seconds
-
-    @property
-    def offload_s(self) -> float:
-        return 3.0
-
-
-def test_what_leaves_shared_devices_is_no_wait_for_the_sync(scripted: Make, play: Play) -> None:
-    run = scripted(Script(pack_s=0.5))
-
-    anything: Any = run.world
-    run.devices = Offloading(anything)
-    play(run)
-    assert [line["time/wait_for_sync_s"] for line in lines(run)] == pytest.approx([0.5] * run.state.step)
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ def fail(run: ScriptedRun, *, after_s: float = NEVER_S, interrupt_s: float | Non
 
 
 def saved(run: ScriptedRun) -> list[int]:
-    """Steps of the complete checkpoints; each is what its name says."""
+    """Steps of the complete checkpoints; each has the step of its name."""
     found = run.telemetry.run_dir.checkpoints.glob("step_*")
     paths = sorted(path for path in found if not path.suffix)
     steps = [checkpoint.read_state(path)["run"]["step"] for path in paths]

@@ -1,4 +1,4 @@
-"""New weights on their way to the engines. Turns on shared devices are in tests/simulation."""
+"""New weights on their way to the engines. Most of the turns on shared devices is proven by tests/simulation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.fakes.scripted_run import config, sync_report
 from tests.fakes.virtual_time import run_virtual
 from trainer.driver import actors, weight_updates
 from trainer.driver.placement import plan_placement
-from trainer.driver.weight_updates import WeightUpdater
+from trainer.driver.weight_updates import ColocatedDevices, WeightUpdater
 from trainer.telemetry.trace import Tracer
 from weight_sync.device.select import get_backend
 from weight_sync.errors import PublisherLost, PullTimeout, VersionUnavailable
@@ -43,6 +43,7 @@ class Coordinator:
     held: list[int] = field(default_factory=list)
     begun: list[tuple[float, int]] = field(default_factory=list)
     live: list[tuple[float, int]] = field(default_factory=list)
+    members: dict[str, str] = field(default_factory=dict)
     num_waits: int = 0
 
     async def publish(self, version: int) -> float:
@@ -213,3 +214,29 @@ def test_no_engine_is_ended_while_a_sync_may_still_try_again(
     placement = plan_placement(cfg, resource=None)
     actors.new_engine(cfg, placement, get_backend("cpu"), name="replica_0", version=0)
     assert limits == [limit_s]
+
+
+async def test_on_shared_devices_a_sync_that_fails_frees_them_for_restarts_but_not_for_the_learner() -> None:
+    coordinator, log = Coordinator(sync_s=0.0, engines_at=1e12), list[str]()
+
+    async def moves(what: str) -> Any:
+        log.append(what)
+        return [SimpleNamespace(nbytes=1, free_bytes=1, total_bytes=1)]
+
+    learner = SimpleNamespace(onload=lambda: moves("onload"), offload=lambda: moves("offload"))
+    parties = cast("Any", coordinator), cast("Any", learner)
+    devices = ColocatedDevices(*parties, {}, tracer=Tracer(None), sleep_timeout_s=5.0)
+    await devices.acquire_for_training()
+    await devices.publish(1)
+    with pytest.raises(PullTimeout):
+        await devices.sync(1)
+    next_step = asyncio.ensure_future(devices.acquire_for_training())
+    async with asyncio.timeout(5), devices.engines_active():
+        await asyncio.sleep(0)
+        assert log == ["onload", "offload"]
+    await asyncio.sleep(0.01)
+    assert not next_step.done()
+    coordinator.engines_at = 0.0
+    await devices.sync(1)
+    await asyncio.wait_for(next_step, 5)
+    assert log == ["onload", "offload", "onload"]
