@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
 """For the `close` of an environment."""
+_STATUSES: dict[FinishReason, TrajectoryStatus] = {"stop": "completed", "length": "truncated", "abort": "failed"}
 
 
 class Generate(Protocol):
@@ -159,12 +160,6 @@ async def _close(environment: Environment, prompt: Prompt) -> None:
 
 
 def _status(finish_reason: FinishReason | None) -> TrajectoryStatus:
-    match finish_reason:
-        case "stop":
-            return "completed"
-        case "length":
-            return "truncated"
-        case "abort":
-            return "failed"
-        case None:
-            raise ValueError("generate returned a chunk without a finish reason; it must return the whole response")
+    if finish_reason is None:
+        raise ValueError("generate returned a chunk without a finish reason; it must return the whole response")
+    return _STATUSES[finish_reason]
