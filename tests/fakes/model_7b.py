@@ -16,14 +16,9 @@ if TYPE_CHECKING:
     from trainer.tools.run_plan import RunPlan
 
 QWEN_7B = Qwen2Config(
-    vocab_size=152064,
-    hidden_size=3584,
-    intermediate_size=18944,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    tie_word_embeddings=False,
-)
+    vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+    num_key_value_heads=4, tie_word_embeddings=False,
+)  # fmt: skip
 NUM_7B = 7_615_616_512
 BIG = Device(name="accelerator", total_bytes=80 * GIB, is_shared=False)
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING
+
 import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def is_running(process: psutil.Process | int) -> bool:
@@ -20,3 +26,15 @@ def command_line(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
+
+
+def wait_until(condition: Callable[[], object], *, within_s: float, what: str) -> None:
+    """
+    Raises:
+        TimeoutError: with `what`.
+    """
+    until = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > until:
+            raise TimeoutError(f"{what} ({within_s:.1f} s)")
+        time.sleep(0.002)

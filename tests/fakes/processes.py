@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from tests.fakes.forks import PARTIES, forks
-from tests.fakes.process_life import is_running
+from tests.fakes.process_life import is_running, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,18 +49,6 @@ def signal_and_see(pid: int, number: int) -> None:
     """Send SIGKILL or SIGSTOP and return when it has had its effect."""
     os.kill(pid, number)
     wait_until(lambda: has_effect(pid), within_s=5.0, what=f"process {pid} runs on after signal {number}")
-
-
-def wait_until(condition: Callable[[], object], *, within_s: float, what: str) -> None:
-    """
-    Raises:
-        TimeoutError: with `what`.
-    """
-    until = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError(f"{what} ({within_s:.1f} s)")
-        time.sleep(0.002)
 
 
 class Line:

@@ -17,15 +17,9 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
 
 TINY = {
-    "vocab_size": 128,
-    "hidden_size": 128,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 128, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 class RankProcess(Child):

@@ -18,7 +18,8 @@ import msgspec
 import torch
 
 from rollout.engine.weight_commit import EngineGate
-from tests.fakes.processes import Child, Line, wait_until
+from tests.fakes.process_life import wait_until
+from tests.fakes.processes import Child, Line
 from tests.fakes.protocol_traps import Trapped
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, expected_engine, full_weights
 from weight_sync.control.coordinator import SyncCoordinator

@@ -9,7 +9,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ import pytest
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.fakes.own_tokenizer import END_ID, save_own_tokenizer
-from tests.fakes.process_life import is_running
+from tests.fakes.process_life import is_running, wait_until
 from tests.fakes.tiny_vllm import STOP, make_spec
 
 if TYPE_CHECKING:
@@ -116,10 +115,8 @@ def test_a_worker_that_hangs_does_not_outlive_the_kill_of_its_engine(owner: subp
     workers[1].suspend()
     owner.kill()
     try:
-        give_up = time.monotonic() + 30
-        while left := [one.pid for one in (engine, *workers) if is_running(one)]:
-            assert time.monotonic() < give_up, f"{left} still run, of {engine.pid} and its workers {workers}"
-            time.sleep(0.05)
+        everyone = (engine, *workers)
+        wait_until(lambda: not any(map(is_running, everyone)), within_s=30.0, what=f"one of {everyone} runs on")
     finally:
         for one in (engine, *workers):
             if is_running(one):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.fakes.processes import wait_until
+from tests.fakes.process_life import wait_until
 from tests.fakes.weight_job import CoordinatorProcess, LearnerProcess, Patience, WeightJob, hurry, opened_job
 from weight_sync.control import coordinator, members
 from weight_sync.errors import WeightSyncError

@@ -100,15 +100,9 @@ def wrong_boxes(backend: Backend, nbytes: int) -> dict[str, int]:
         values = torch.randn(nbytes // (4096 * source.itemsize), 4096, device=backend.torch_device).to(source)
         flat = values.view(-1)
         boxes = [
-            values,
-            values[:, 1024:3072],
-            values[1:, 7:4001],
-            values[:, 5],
-            flat[1:-3],
-            flat[2::3],
-            values[:, 8:16],
-        ]
-        boxes.append(values.view(-1, 64, 64)[:, 1:9, 3:44])
+            values, values[:, 1024:3072], values[1:, 7:4001], values[:, 5], flat[1:-3], flat[2::3], values[:, 8:16],
+            values.view(-1, 64, 64)[:, 1:9, 3:44],
+        ]  # fmt: skip
         pairs = [(torch.empty(box.shape, dtype=target, device=box.device), box) for box in boxes]
         mover = backend.mover(pairs)
         assert isinstance(mover, FusedMover)

@@ -86,40 +86,24 @@ def test_collectives_take_host_tensors_too(backend: Backend) -> None:
 
 NOSET_HIP = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
 REASONS: tuple[tuple[str, Role, dict[str, str | None], tuple[str, ...]], ...] = (
-    *(
-        ("rocm", role, {NOSET_HIP: value}, (f"{NOSET_HIP} must be '1' before Ray starts", "ray stop"))
-        for role in ROLES
-        for value in (None, "0")
-    ),
-    (
-        "rocm",
-        "learner",
-        {"HIP_VISIBLE_DEVICES": None, "ROCR_VISIBLE_DEVICES": "0,1"},
-        ("set HIP_VISIBLE_DEVICES=0,1",),
-    ),
+    *(("rocm", role, {NOSET_HIP: value}, (f"{NOSET_HIP} must be '1' before Ray starts", "ray stop"))
+      for role in ROLES for value in (None, "0")),
+    ("rocm", "learner", {"HIP_VISIBLE_DEVICES": None, "ROCR_VISIBLE_DEVICES": "0,1"}, ("set HIP_VISIBLE_DEVICES=0,1",)),
     ("rocm", "learner", {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, ("disagree",)),
-    *(
-        (
-            "rocm",
-            role,
-            {"HIP_VISIBLE_DEVICES": None},
-            (f"HIP_VISIBLE_DEVICES is not set, so this {role} would take device 0 as all others do",),
-        )
-        for role in ("learner", "engine")
-    ),
+    *(("rocm", role, {"HIP_VISIBLE_DEVICES": None},
+       (f"HIP_VISIBLE_DEVICES is not set, so this {role} would take device 0 as all others do",))
+      for role in ROLES[1:]),
     ("cuda", "engine", {"CUDA_VISIBLE_DEVICES": ""}, ("sees no device",)),
     ("rocm", "engine", {"HIP_VISIBLE_DEVICES": ""}, ("sees no device",)),
     ("npu", "engine", {"ASCEND_RT_VISIBLE_DEVICES": ""}, ("sees no device",)),
     # Ray must narrow visibility where handles do not need it wide.
     ("cuda", "driver", {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}, ("take device 0",)),
     ("npu", "driver", {"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"}, ("take device 0",)),
-    *(
-        ("npu", "learner", {"HCCL_CONNECT_TIMEOUT": value}, (f"in 120..7200, got {value!r}",))
-        for value in ("60", "forever", "100000")
-    ),
+    *(("npu", "learner", {"HCCL_CONNECT_TIMEOUT": value}, (f"in 120..7200, got {value!r}",))
+      for value in ("60", "forever", "100000")),
     # Weights in a blocked layout, even if the user wants them.
     ("npu", "engine", {"VLLM_ASCEND_ENABLE_NZ": "1"}, ("must be '0'",)),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "role", "changes", "words"), REASONS)

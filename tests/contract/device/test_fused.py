@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.contract.device.conftest import Harness
+    from weight_sync.device.base import Backend
     from weight_sync.device.tables import MoveKind
 
 
@@ -72,18 +73,19 @@ def test_no_views_and_no_pairs_are_no_trouble(every: Harness) -> None:
     assert mover.nbytes == 0
 
 
-def test_views_that_are_not_bytes_are_refused(every: Harness) -> None:
-    with pytest.raises(DeviceError, match=r"number 1 with torch.float32"):
-        every.backend.digester([torch.zeros(4, dtype=torch.uint8), torch.zeros(4)])
-    with pytest.raises(DeviceError, match="contiguous uint8 views"):
-        every.backend.digester([torch.zeros(4, 4, dtype=torch.uint8)[:, :2]])
-
-
-def test_pairs_of_other_shapes_or_scattered_destinations_are_refused(every: Harness) -> None:
-    with pytest.raises(DeviceError, match=r"number 0 with destination \(4,\)"):
-        every.backend.mover([(torch.zeros(4), torch.zeros(5))])
-    with pytest.raises(DeviceError, match="contiguous destinations"):
-        every.backend.mover([(torch.zeros(4, 4)[:, :2], torch.zeros(4, 2))])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda b: b.digester([torch.zeros(4, dtype=torch.uint8), torch.zeros(4)]), "number 1 with torch.float32"),
+        (lambda b: b.digester([torch.zeros(4, 4, dtype=torch.uint8)[:, :2]]), "contiguous uint8 views"),
+        (lambda b: b.mover([(torch.zeros(4), torch.zeros(5))]), r"number 0 with destination \(4,\)"),
+        (lambda b: b.mover([(torch.zeros(4, 4)[:, :2], torch.zeros(4, 2))]), "contiguous destinations"),
+    ],
+    ids=["views that are no bytes", "scattered views", "pairs of other shapes", "scattered destinations"],
+)
+def test_is_refused(every: Harness, make: Callable[[Backend], object], message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        make(every.backend)
 
 
 def test_kernels_that_cannot_be_had_are_reported_once_and_torch_does_the_work(

@@ -27,7 +27,8 @@ from tests.contract.transports.world import (
     pattern,
     slow_pieces,
 )
-from tests.fakes.processes import Child, wait_until
+from tests.fakes.process_life import wait_until
+from tests.fakes.processes import Child
 from tests.fakes.relay_process import nothing
 from weight_sync.errors import PublisherLost, PullTimeout, TransportUnusable, WeightSyncError
 from weight_sync.messages import encode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,10 +10,9 @@ import ray
 
 from rollout.reward.pool import RewardPool
 from rollout.types import Prompt
-from tests.fakes.process_life import is_running
+from tests.fakes.process_life import is_running, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.timing
@@ -41,19 +39,12 @@ class Scorer:
         )
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def test_what_a_reward_has_started_ends_with_an_actor_that_is_killed(cluster: None, tmp_path: Path) -> None:
     path, pid_file = tmp_path / "reward.py", tmp_path / "pid"
     path.write_text(REWARD)
     actor_class: Any = ray.remote(max_concurrency=4)(Scorer)
     actor = actor_class.options(num_cpus=0).remote()
     actor.score.remote(f"{path}:reward", str(pid_file))
-    wait_for(lambda: pid_file.exists() and pid_file.read_text() != "")
+    wait_until(lambda: pid_file.exists() and pid_file.read_text(), within_s=20.0, what="no program was started")
     ray.kill(actor)
-    wait_for(lambda: not is_running(int(pid_file.read_text())))
+    wait_until(lambda: not is_running(int(pid_file.read_text())), within_s=20.0, what="the program runs on")
