@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.plain import RENAMED
+from trainer.driver.findings import problem
 from trainer.driver.state import policy_version
 from trainer.errors import CheckpointError, ConfigurationError, Problem, first_cause, one_line
 from trainer.files import write_atomically
@@ -65,7 +66,8 @@ def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here:
     latest = None if directory is None else checkpoint.find_latest(directory)
     if wanted == "never":
         if latest is not None:
-            raise _refused(cfg, f"{directory} already has {latest.name}", "choose another run_dir, or resume=auto")
+            message, hint = f"{directory} already has {latest.name}", "choose another run_dir, or resume=auto"
+            raise ConfigurationError([problem(cfg, "checkpoint.resume", message, hint)])
         return None
     if wanted == "auto" and latest is None:
         return None
@@ -81,7 +83,7 @@ def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here:
         hint = "name another with checkpoint.resume=PATH, or begin a new run in another run_dir"
         if older is not None:
             hint = f"to resume from the newest complete one before it, use checkpoint.resume={older}"
-        raise _refused(cfg, str(error), hint) from error
+        raise ConfigurationError([problem(cfg, "checkpoint.resume", str(error), hint)]) from error
     _check_origin(cfg, resumed, is_device_here=is_device_here)
     return resumed
 
@@ -132,12 +134,6 @@ def _names(wanted: str, path: Path) -> bool:
         return checkpoint.locate(Path(wanted)).resolve() == path.resolve()
     except CheckpointError:  # it has been removed since
         return False
-
-
-def _refused(cfg: RunConfig, message: str, hint: str) -> ConfigurationError:
-    return ConfigurationError(
-        [Problem(key="checkpoint.resume", value=cfg.checkpoint.resume, message=message, hint=hint)]
-    )
 
 
 def origin(cfg: RunConfig) -> dict[str, Any]:

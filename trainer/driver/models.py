@@ -133,12 +133,14 @@ def read_models(cfg: RunConfig) -> dict[str, ModelInfo]:
 def _read_model(cfg: RunConfig, key: str, path: str) -> ModelInfo:
     if path == BUILTIN_TINY:  # its directory may not exist yet
         return ModelInfo(key=key, path=path, config=build_config())
-    from trainer.learner.model import load_config  # imports torch for seconds
+    from trainer.learner.model import check_packed, load_config  # imports torch for seconds
 
     directory = Path(path).expanduser()
     try:
         config = load_config(cfg.model, directory)
         config.get_text_config()
+        if directory.is_dir():
+            check_packed(config, directory, trust_remote_code=cfg.model.trust_remote_code)
     except (ModelError, ValueError) as error:  # ValueError: several text models in one config
         is_elsewhere = not directory.is_dir() and isinstance(error.__cause__, OSError | ImportError)
         return ModelInfo(key=key, path=path, error=" ".join(str(error).split()), is_elsewhere=is_elsewhere)
@@ -146,20 +148,10 @@ def _read_model(cfg: RunConfig, key: str, path: str) -> ModelInfo:
 
 
 def model_problems(cfg: RunConfig, info: ModelInfo) -> Iterator[Problem]:
-    if info.config is None:
-        if not info.is_elsewhere:
-            yield problem(cfg, info.key, info.error)
-        return
-    directory = Path(info.path).expanduser()
-    if directory.is_dir():
-        from trainer.learner.model import check_packed
-
-        try:
-            check_packed(info.config, directory, trust_remote_code=cfg.model.trust_remote_code)
-        except ModelError as error:
-            yield problem(cfg, info.key, " ".join(str(error).split()))
-            return
-    yield from fit_problems(cfg, info.config.get_text_config().to_dict(), key=info.key)
+    if info.config is not None:
+        yield from fit_problems(cfg, info.config.get_text_config().to_dict(), key=info.key)
+    elif not info.is_elsewhere:
+        yield problem(cfg, info.key, info.error)
 
 
 def weight_problems(cfg: RunConfig, *, why_read: str | None) -> Iterator[Problem]:

