@@ -1,6 +1,5 @@
-"""`scripts/multinode.sh` as its users start it: on a head and on one more node, each with an address of its own on this
-machine. An engine of two devices has room on one of them only. What goes wrong is shown with stand-ins for Ray and the
-trainer."""
+"""`scripts/multinode.sh` on a head and one more node, each with its own address on this machine; an engine of two
+devices has room on one of them only. Failures are shown with stand-ins for Ray and the trainer."""
 
 from __future__ import annotations
 
@@ -188,7 +187,13 @@ def test_no_trainer_starts_on_a_cluster_that_is_not_its_own(start_alone: Start, 
     assert not (tmp_path / "trainer").exists()
 
 
-def test_a_wrong_configuration_is_told_before_ray_starts(start_alone: Start, tmp_path: Path) -> None:
+def test_a_node_whose_head_does_not_come_ends_with_code_2(start_alone: Start, tmp_path: Path) -> None:
+    worker = start_alone("worker", "127.0.0.1", TANDEM_RAY_PORT="1", TANDEM_NODES_TIMEOUT_S="1")
+    assert worker.wait(30) == 2
+    assert "no cluster at 127.0.0.1:1 within 1 s" in (tmp_path / "out").read_text()
+
+
+def test_a_wrong_configuration_is_reported_before_ray_starts(start_alone: Start, tmp_path: Path) -> None:
     check = 'echo "the printed configuration"; echo "asked: $*"; echo "learner.lrr: unknown key" >&2; exit 2'
     head = start_alone("head", "3", "learner.lrr=1", CHECK=check)
     assert head.wait(30) == 2
