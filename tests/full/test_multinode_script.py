@@ -188,7 +188,9 @@ def test_no_trainer_starts_on_a_cluster_that_is_not_its_own(start_alone: Start, 
 
 
 def test_a_node_whose_head_does_not_come_ends_with_code_2(start_alone: Start, tmp_path: Path) -> None:
-    worker = start_alone("worker", "127.0.0.1", TANDEM_RAY_PORT="1", TANDEM_NODES_TIMEOUT_S="1")
+    """Ray itself gives up sooner, and is started again."""
+    settings = {"TANDEM_RAY_PORT": "1", "TANDEM_NODES_TIMEOUT_S": "1"}
+    worker = start_alone("worker", "127.0.0.1", RAY="echo 'no head'; exit 1", **settings)
     assert worker.wait(30) == 2
     assert "no cluster at 127.0.0.1:1 within 1 s" in (tmp_path / "out").read_text()
 
