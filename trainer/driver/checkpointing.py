@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.plain import RENAMED
-from trainer.driver.findings import problem
+from trainer.config.schema import problem
 from trainer.driver.state import policy_version
 from trainer.errors import CheckpointError, ConfigurationError, Problem, first_cause, one_line
 from trainer.files import write_atomically
