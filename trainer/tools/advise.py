@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
@@ -102,12 +102,12 @@ class Diagnosis:
         return max(self.learning_s + self.other_s, _at_best(self.generation_s, self.generation_full_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Recommendation:
-    """One change; `keys` is empty if nothing is worth it."""
+    """One change; without `keys`, none is worth it."""
 
     why: str
-    keys: dict[str, int | str]
+    keys: dict[str, int | str] = field(default_factory=dict)
     step_s: float | None = None
     """Expected time of a step; None if unknown."""
 
@@ -349,42 +349,35 @@ def recommend(found: Diagnosis, facts: RunFacts) -> Recommendation:
             return _about_separate_devices(found, facts)
         case "balanced":
             leave = RARER if found.has_notable_rest else "leave it unchanged"
-            return _nothing(f"neither side waits for the other; {leave}")
+            return Recommendation(f"neither side waits for the other; {leave}")
         case _:
             raise ValueError(f"unknown verdict {found.verdict!r}")
-
-
-def _nothing(why: str) -> Recommendation:
-    return Recommendation(keys={}, why=why)
 
 
 def _about_staleness(found: Diagnosis, facts: RunFacts) -> Recommendation:
     """S + 1 steps are as long as the longest responses and their training take; the new S makes as many steps of the
     floor's time last as long."""
     if facts.has_closed_slots and found.shares.old_groups_hold_up < MATTERS:
-        return _nothing("not all slots are open yet: a run opens more when its learner has to wait; ask later")
-    side = "both sides wait for each other"
-    if found.verdict == "long_tail":
-        side = "the longest responses are late"
+        return Recommendation("not all slots are open yet: a run opens more when its learner has to wait; ask later")
+    is_tail = found.verdict == "long_tail"
+    side = "the longest responses are late" if is_tail else "both sides wait for each other"
     if facts.shares_cores:  # what overlaps there takes the cores from the other
-        return _nothing(f"{side}, and both share the cores of this machine")
+        return Recommendation(f"{side}, and both share the cores of this machine")
     mode = facts.cfg.mode
     num_steps = (mode.max_staleness + 1) * found.step_s / found.floor_s
     keys: dict[str, int | str] = {"mode": "async"} if mode.name in ("sync", "one_step_off") else {}
     keys["mode.max_staleness"] = max(mode.max_staleness + 1, math.ceil(num_steps - 1 - MATTERS))
-    return Recommendation(keys=keys, why=f"{side}: let generation run further ahead", step_s=found.floor_s)
+    return Recommendation(f"{side}: let generation run further ahead", keys, found.floor_s)
 
 
 def _about_sync(found: Diagnosis, facts: RunFacts) -> Recommendation:
     waits_s, pack_s = found.step_s * found.shares.learner_waits_for_sync, fmean(line.pack_s for line in facts.lines)
-    if pack_s < 0.5 * waits_s and facts.cfg.weight_sync.num_slots < 4:
-        return Recommendation(
-            keys={"weight_sync.num_slots": facts.cfg.weight_sync.num_slots + 1},
-            why="the learner waits for a free slot, not for packing: engines still read an old version",
-            step_s=found.step_s - waits_s + pack_s,
-        )
+    num_slots, groups = facts.cfg.weight_sync.num_slots, facts.cfg.trainer.groups_per_step
+    if pack_s < 0.5 * waits_s and num_slots < 4:
+        why = "the learner waits for a free slot, not for packing: engines still read an old version"
+        return Recommendation(why, {"weight_sync.num_slots": num_slots + 1}, found.step_s - waits_s + pack_s)
     why = "every step pays for one packing of the weights: larger steps pay less often (the step then does more work)"
-    return Recommendation(keys={"trainer.groups_per_step": 2 * facts.cfg.trainer.groups_per_step}, why=why)
+    return Recommendation(why, {"trainer.groups_per_step": 2 * groups})
 
 
 def _about_evaluations(found: Diagnosis, cfg: RunConfig) -> Recommendation:
@@ -393,21 +386,19 @@ def _about_evaluations(found: Diagnosis, cfg: RunConfig) -> Recommendation:
         instead = f"{instead}, and with a second engine (rollout.num_replicas=2) syncs continue meanwhile"
     why = f"the learner waits for evaluations: half as many halve that; {instead}"
     if not cfg.trainer.eval_every:
-        return _nothing(why)
+        return Recommendation(why)
     waits_s = found.step_s * found.shares.learner_waits_for_evaluation
-    return Recommendation(
-        keys={"trainer.eval_every": 2 * cfg.trainer.eval_every}, why=why, step_s=found.step_s - waits_s / 2
-    )
+    return Recommendation(why, {"trainer.eval_every": 2 * cfg.trainer.eval_every}, found.step_s - waits_s / 2)
 
 
 def _about_separate_devices(found: Diagnosis, facts: RunFacts) -> Recommendation:
     """Separate devices instead of shared ones, with generation far enough ahead for the longest responses."""
     cfg = facts.cfg
     if facts.shares_cores or not found.splits:
-        return _nothing("learner and engines alternate; what separate devices would give is unknown")
+        return Recommendation("learner and engines alternate; what separate devices would give is unknown")
     best = found.splits[0]
     if best.step_s >= (1 - MATTERS) * found.step_s:
-        return _nothing(
+        return Recommendation(
             f"sharing {facts.num_devices} devices is about as fast as any division of them, and it is on-policy"
         )
     # The longest responses take up to S + 1 turns of the engines.
@@ -416,8 +407,7 @@ def _about_separate_devices(found: Diagnosis, facts: RunFacts) -> Recommendation
     learning_s = found.learning_s * cfg.learner.num_ranks / best.num_ranks
     staleness = max(1, math.ceil((longest_s + learning_s) / best.step_s - 1 - MATTERS))
     why = f"on separate devices both sides work at once; responses are then up to S = {staleness} steps old"
-    keys = {"mode": "async", "mode.max_staleness": staleness, **_keys_of(best)}
-    return Recommendation(keys=keys, why=why, step_s=best.step_s)
+    return Recommendation(why, {"mode": "async", "mode.max_staleness": staleness, **_keys_of(best)}, best.step_s)
 
 
 def _about_devices(found: Diagnosis, facts: RunFacts) -> Recommendation:
@@ -427,20 +417,17 @@ def _about_devices(found: Diagnosis, facts: RunFacts) -> Recommendation:
     if not learner_waits and (found.shares.engines_idle or 0.0) < MATTERS:
         side = "learning sets the pace (engines wait for slots)"
     if facts.shares_cores:
-        return _nothing(f"{side}, and both share the cores of this machine")
+        return Recommendation(f"{side}, and both share the cores of this machine")
     if found.splits:
         best, today = found.splits[0], next(split for split in found.splits if split.num_ranks == num_ranks)
         if best.step_s < (1 - MATTERS) * today.step_s:
-            return Recommendation(
-                keys=_keys_of(best), why=f"{side}: divide the devices differently", step_s=best.step_s
-            )
+            return Recommendation(f"{side}: divide the devices differently", _keys_of(best), best.step_s)
     if not learner_waits and found.other_s >= found.learning_s:
-        return _nothing(f"{side}, but learning is the smaller part of it; {RARER}")
-    more = "replicas" if learner_waits else "learner devices"
-    why = f"{side}, and no other division of {facts.num_devices} devices is much better: add {more}"
+        return Recommendation(f"{side}, but learning is the smaller part of it; {RARER}")
+    why = f"{side}, and no other division of {facts.num_devices} devices is much better: add "
     if learner_waits:
-        return Recommendation(keys={"rollout.num_replicas": num_replicas + 1}, why=why)
-    return Recommendation(keys={"learner.num_ranks": num_ranks + 1}, why=why)
+        return Recommendation(f"{why}replicas", {"rollout.num_replicas": num_replicas + 1})
+    return Recommendation(f"{why}learner devices", {"learner.num_ranks": num_ranks + 1})
 
 
 def _keys_of(split: DeviceSplit) -> dict[str, int | str]:

@@ -188,7 +188,7 @@ def _count(module: nn.Module) -> int:
 
 
 def learner_items(
-    cfg: RunConfig, shape: ModelShape, device: Device, *, reference: ModelShape | None, critic: ModelShape | None
+    cfg: RunConfig, shape: ModelShape, device: Device, reference: ModelShape | None, critic: ModelShape | None
 ) -> Items:
     """Everything on one device of the learner, at the worst moment of a step: its models compute in turn. `reference`
     and `critic` (with its value head) are None unless they have separate weights."""
@@ -225,7 +225,7 @@ def learner_items(
     return tuple(items)
 
 
-def host_items(cfg: RunConfig, shape: ModelShape, *, reference: ModelShape | None, critic: ModelShape | None) -> Items:
+def host_items(cfg: RunConfig, shape: ModelShape, reference: ModelShape | None, critic: ModelShape | None) -> Items:
     """What one rank keeps in host memory instead of its device."""
     items, all_bytes = list[MemoryItem](), MASTER_BYTES + MOMENTS_BYTES + GRADIENT_BYTES
     trained, frozen = shape.num_trained_params, shape.num_frozen_params
@@ -263,6 +263,10 @@ def activation_bytes_per_block(shape: ModelShape, *, num_tokens: int, compute_by
     return num_tokens * (norms + residuals + attention + 4 * b * shape.intermediate_size)
 
 
+def _estimate(name: str, nbytes: int, hint: str) -> MemoryItem:
+    return MemoryItem(name, nbytes, hint, is_exact=False)
+
+
 def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
     """While this model is trained."""
     b, checkpointing = DTYPE_BYTES[cfg.model.compute_dtype], cfg.learner.activation_checkpointing
@@ -272,15 +276,14 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
     num_tokens = cfg.learner.max_tokens_per_micro_batch
     block = activation_bytes_per_block(shape, num_tokens=num_tokens, compute_bytes=b)
     # With checkpointing, the input of each block and the one being recomputed.
-    activations = shape.num_layers * block
+    activations, fewer = shape.num_layers * block, f"{FEWER_TOKENS}, or learner.activation_checkpointing=true"
     if checkpointing:
-        activations = shape.num_layers * num_tokens * shape.hidden_size * b + block
-    recompute = "" if checkpointing else ", or learner.activation_checkpointing=true"
+        activations, fewer = shape.num_layers * num_tokens * shape.hidden_size * b + block, FEWER_TOKENS
     return (
-        MemoryItem("unsharded weights", unsharded * b, "model.compute_dtype=bfloat16", is_exact=False),
-        MemoryItem("unsharded gradients", in_backward * (b + 4), "a smaller model", is_exact=False),
-        MemoryItem("activations", activations, f"{FEWER_TOKENS}{recompute}", is_exact=False),
-        MemoryItem("logits of a chunk", _logits_bytes(cfg, shape), SMALLER_CHUNK, is_exact=False),
+        _estimate("unsharded weights", unsharded * b, "model.compute_dtype=bfloat16"),
+        _estimate("unsharded gradients", in_backward * (b + 4), "a smaller model"),
+        _estimate("activations", activations, fewer),
+        _estimate("logits of a chunk", _logits_bytes(cfg, shape), SMALLER_CHUNK),
     )
 
 
@@ -290,9 +293,9 @@ def _scoring(cfg: RunConfig, shape: ModelShape) -> Items:
     block = activation_bytes_per_block(shape, num_tokens=cfg.learner.max_tokens_per_micro_batch, compute_bytes=b)
     smaller = "algorithm.kl.reference_model: a smaller model"
     return (
-        MemoryItem("unsharded weights, reference", _gathered_params(shape) * b, smaller, is_exact=False),
-        MemoryItem("activations, reference", block, FEWER_TOKENS, is_exact=False),
-        MemoryItem("logits of a chunk, reference", _logits_bytes(cfg, shape), SMALLER_CHUNK, is_exact=False),
+        _estimate("unsharded weights, reference", _gathered_params(shape) * b, smaller),
+        _estimate("activations, reference", block, FEWER_TOKENS),
+        _estimate("logits of a chunk, reference", _logits_bytes(cfg, shape), SMALLER_CHUNK),
     )
 
 
@@ -371,7 +374,7 @@ def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMe
     is_staged = commit == "staged" or (commit == "auto" and fits)
     items = [
         MemoryItem("weights", weights, "rollout.tensor_parallel_size: more devices per engine"),
-        MemoryItem("workspace (assumed)", workspace, "rollout.engine_args", is_exact=False),
+        _estimate("workspace (assumed)", workspace, "rollout.engine_args"),
         MemoryItem("KV cache", max(0, kv_bytes), "rollout.gpu_memory_utilization"),
     ]
     if is_staged:

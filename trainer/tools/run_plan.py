@@ -166,13 +166,12 @@ def plan_run(
     # With adapters, the reference is the policy without them.
     reference = (None if shape.num_adapter_params else shape) if teacher is None else teacher
     reference = reference if cfg.algorithm.kl.coef > 0 else None
-    learner = learner_items(cfg, shape, device, reference=reference, critic=critic)
-    host = host_items(cfg, shape, reference=reference, critic=critic)
+    learner, engine = learner_items(cfg, shape, device, reference, critic), engine_memory(cfg, shape, device)
+    host = host_items(cfg, shape, reference, critic)
     is_paired = cfg.mode.shares_devices and not device.is_shared
     if is_paired and (moved := sum(item.nbytes for item in learner if item.is_state)):
         hint = "mode: async or sync, with separate devices for the learner"
         host = (*host, MemoryItem("the learner, while engines compute", moved, hint))
-    engine = engine_memory(cfg, shape, device)
     longest = cfg.rollout.max_response_tokens
     per_token = _learner_flops(cfg, shape, critic=critic, teacher=teacher)
     means = (longest, longest / 4) if response_tokens is None else (response_tokens,)
@@ -185,9 +184,7 @@ def plan_run(
         engine=engine,
         sync=sync_traffic(cfg, shape, node_of, is_staged=engine.is_staged),
         work={mean: _work(cfg, shape, prompt_tokens, mean, group_size, per_token) for mean in means},
-        store=object_store(
-            cfg, prompt_tokens=prompt_tokens, num_evaluated=num_evaluated, num_slots=num_slots, group_size=group_size
-        ),
+        store=object_store(cfg, prompt_tokens, num_evaluated, num_slots=num_slots, group_size=group_size),
         num_slots=num_slots,
         num_responses=num_slots * group_size,
         arena_bytes=arena_bytes(cfg, shape),
@@ -264,7 +261,7 @@ def _work(
 
 
 def object_store(
-    cfg: RunConfig, *, prompt_tokens: float, num_evaluated: int, num_slots: int, group_size: int
+    cfg: RunConfig, prompt_tokens: float, num_evaluated: int, *, num_slots: int, group_size: int
 ) -> ObjectStore:
     """`num_slots` groups are in flight; `group_size` includes a greedy baseline."""
     longest = cfg.rollout.max_response_tokens
@@ -310,47 +307,42 @@ def _too_large(where: str, items: Items, total_bytes: int) -> list[Problem]:
         by_hint.setdefault(item.hint, []).append(item)
     hint, largest = max(by_hint.items(), key=lambda entry: min_bytes(tuple(entry[1])))
     names = ", ".join(dict.fromkeys(item.name for item in largest))
-    return [
-        Problem(
-            key=hint.split(":")[0].split("=")[0],
-            value=f"{gib(total(items))} for {where}",
-            message=f"{where} has {gib(total_bytes)}; most of it is for {names}: {gib(total(tuple(largest)))}",
-            hint=hint,
-        )
-    ]
+    message = f"{where} has {gib(total_bytes)}; most of it is for {names}: {gib(total(tuple(largest)))}"
+    key = hint.split(":")[0].split("=")[0]
+    return [Problem(key=key, value=f"{gib(total(items))} for {where}", message=message, hint=hint)]
 
 
 def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
-    engine, device, found = plan.engine, plan.device, list[Problem]()
-    share, longest = cfg.rollout.gpu_memory_utilization, engine.longest_tokens
-    weights, shadow = engine.items[0], engine.items[-1]
-    own_bytes = int(share * device.total_bytes)
-    if engine.max_kv_tokens < longest and not engine.uncounted:
-        found.append(
-            Problem(
-                key="rollout.kv_cache_gib" if device.is_shared else "rollout.gpu_memory_utilization",
-                value=f"room for {engine.max_kv_tokens} tokens next to {gib(weights.nbytes)} of weights",
-                message=f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
-                hint=f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.hint}",
-            )
-        )
-    if plan.is_paired and own_bytes + plan.arena_bytes > device.total_bytes:
-        found.append(
-            Problem(
-                key="rollout.gpu_memory_utilization",
-                value=f"{gib(own_bytes)} for the engine, next to {gib(plan.arena_bytes)} of arena that stays",
-                message=f"a shared device has {gib(device.total_bytes)}",
-                hint="lower it: the learner's context and arena stay while it is away",
-            )
-        )
-    is_sure = not device.is_shared and not engine.uncounted
-    if cfg.weight_sync.commit == "staged" and not engine.shadow_fits and is_sure:
-        found.append(
-            Problem(
-                key="weight_sync.commit",
-                value=f"staged: {gib(shadow.nbytes)} of shadow per engine device",
-                message=f"only {gib(int((1 - share) * device.total_bytes))} are left",
-                hint=shadow.hint,
-            )
-        )
-    return found
+    engine, device, share = plan.engine, plan.device, cfg.rollout.gpu_memory_utilization
+    weights, shadow, longest = engine.items[0], engine.items[-1], engine.longest_tokens
+    utilization = "rollout.gpu_memory_utilization"
+    own_bytes, rest_bytes = int(share * device.total_bytes), int((1 - share) * device.total_bytes)
+    is_sure = not engine.uncounted
+    rows = (
+        (
+            is_sure and engine.max_kv_tokens < longest,
+            "rollout.kv_cache_gib" if device.is_shared else utilization,
+            f"room for {engine.max_kv_tokens} tokens next to {gib(weights.nbytes)} of weights",
+            f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
+            f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.hint}",
+        ),
+        (
+            plan.is_paired and own_bytes + plan.arena_bytes > device.total_bytes,
+            utilization,
+            f"{gib(own_bytes)} for the engine, next to {gib(plan.arena_bytes)} of arena that stays",
+            f"a shared device has {gib(device.total_bytes)}",
+            "lower it: the learner's context and arena stay while it is away",
+        ),
+        (
+            is_sure and not device.is_shared and cfg.weight_sync.commit == "staged" and not engine.shadow_fits,
+            "weight_sync.commit",
+            f"staged: {gib(shadow.nbytes)} of shadow per engine device",
+            f"only {gib(rest_bytes)} are left",
+            shadow.hint,
+        ),
+    )
+    return [
+        Problem(key=key, value=value, message=message, hint=hint)
+        for is_wrong, key, value, message, hint in rows
+        if is_wrong
+    ]

@@ -367,7 +367,7 @@ def test_a_real_learner_allocates_what_was_planned(tmp_path: Path) -> None:
         params = [p.to_local() if isinstance(p, DTensor) else p for p in real.model.parameters()]
         moments = [t for state in real._optimizers[""]._adamw.state.values() for t in state.values() if t.ndim]
     host = Device(name="cpu", total_bytes=64 * GIB, is_shared=True)
-    items = learner_items(cfg, model_shape(cfg.model, KINDS["llama"]()), host, reference=None, critic=None)
+    items = learner_items(cfg, model_shape(cfg.model, KINDS["llama"]()), host, None, None)
     parts = {item.name: item.nbytes for item in items}
     assert parts["masters (float32)"] == sum(p.numel() * p.element_size() for p in params)
     assert parts["moments (AdamW)"] == sum(t.numel() * t.element_size() for t in moments)
