@@ -66,7 +66,7 @@ def total_steps(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_answers_to_a_prompt_have_exactly_its_lengths(out: Path, name: str) -> None:
+def test_the_responses_to_a_prompt_have_exactly_its_lengths(out: Path, name: str) -> None:
     files = sorted((run_dir(out, name) / "trajectories").glob("*.jsonl"))
     groups = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert len(groups) == total_steps(name) * WORK.groups_per_step
@@ -120,7 +120,7 @@ def test_the_last_s_steps_do_not_count_and_every_step_is_kept(
     assert sum(entry["generated_tokens"] for entry in entries) == sum(entry["loss_tokens"] for entry in entries)
 
 
-def test_results_say_of_what_code_and_day_they_are(runs: dict[str, dict[str, Any]]) -> None:
+def test_results_name_their_code_and_day(runs: dict[str, dict[str, Any]]) -> None:
     for name, result in runs.items():
         assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", result["date"])
         assert (result["commit"], "torch" in result["versions"]) == ("abc123", True)
@@ -139,13 +139,13 @@ def test_engines_that_read_no_weights_have_those_of_the_learner(out: Path) -> No
     assert all(line["mismatch/fresh"] < 1e-4 for line in metrics(out, "colocated 1"))
 
 
-def test_the_start_up_is_told_in_parts(runs: dict[str, dict[str, Any]]) -> None:
+def test_the_start_up_is_reported_in_parts(runs: dict[str, dict[str, Any]]) -> None:
     for result in runs.values():
         parts = dict(result["start_up"])
         whole = parts.pop("to_first_step_s")
         del parts["to_first_prompt_s"]
         assert parts["phase: starting engines and learners"] > 0
-        assert parts["checks and imports"] > 0  # what the others leave, so that all of it is told
+        assert parts["checks and imports"] > 0  # what the others leave
         assert sum(parts.values()) == pytest.approx(whole, rel=1e-6)
         assert result["timeline"]["learner"]
         assert result["timeline"]["running"]

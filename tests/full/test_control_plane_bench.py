@@ -1,4 +1,4 @@
-"""The benchmark of the control plane measures what it says, in small: in one process, and with Ray."""
+"""The benchmark of the control plane, scaled down: in one process, and with Ray."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_the_command_writes_the_files_that_the_learner_exports(directory: Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_run_directory_stands_for_its_newest_checkpoint_and_needs_no_ray(directory: Path, tmp_path: Path) -> None:
+def test_a_run_directory_is_its_newest_checkpoint_and_needs_no_ray(directory: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from trainer.tools.export import main; code = main(); "
         "print(sorted({'ray', 'vllm'} & set(sys.modules)), torch.cuda.is_initialized()) "

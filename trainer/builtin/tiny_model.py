@@ -1,11 +1,8 @@
-"""Model and tokenizer of builtin:tiny.
+"""Model and tokenizer of builtin:tiny, cached by the digest of a recipe; `python -m trainer.builtin.tiny_model
+DIRECTORY` makes them.
 
-The warm start has two phases on the *training* additions only: the model learns to add, then briefly learns to confuse
-when to carry. Greedy decoding therefore gets few of the held-out additions right, while sampling still finds the right
-answer often.
-
-The result is cached in a directory named after the digest of the recipe below.
-`python -m trainer.builtin.tiny_model DIRECTORY` makes the model.
+The warm start has two phases on the *training* additions: the model learns to add, then briefly to confuse when to
+carry. So greedy decoding gets few held-out additions right, while sampling often finds the right sum.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def build_tokenizer() -> Any:
-    """A fast Hugging Face tokenizer (needs no file and no torch)."""
+    """Needs no file and no torch."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -69,7 +66,7 @@ def build_tokenizer() -> Any:
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of `text`, without a tokenizer library."""
+    """Token ids, without a tokenizer library."""
     return [VOCABULARY.get(character, VOCABULARY[UNK]) for character in text]
 
 
@@ -107,7 +104,7 @@ RECIPE = Recipe()
 
 
 def build_config(recipe: Recipe = RECIPE) -> PreTrainedConfig:
-    """What the model's config.json says (needs no file and no torch)."""
+    """Needs no file and no torch."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -139,22 +136,19 @@ def cached_path(recipe: Recipe = RECIPE) -> Path:
 
 
 def is_ready(path: Path) -> bool:
-    """Directories appear by rename, so one with weights is complete."""
+    """Directories appear by rename: one with weights is complete."""
     return (path / "model.safetensors").is_file()
 
 
 def with_model_directory(cfg: RunConfig) -> RunConfig:
-    """The configuration with the name of the built-in model replaced by its directory."""
+    """With the directory of the built-in model instead of its name."""
     directory = str(cached_path())
     return with_model_paths(cfg, lambda path: directory if path == BUILTIN_TINY else path)
 
 
 async def ensure_model(cfg: RunConfig) -> None:
-    """Make the built-in model on first use, in a separate process: the driver must not import torch.
-
-    Raises:
-        RuntimeError: the process failed or took too long, with the last line that it printed.
-    """
+    """Make the built-in model on first use, in a separate process: the driver must not import torch. Raises
+    RuntimeError if that fails or is late, with its last line."""
     path = cached_path()
     if BUILTIN_TINY not in model_paths(cfg).values() or is_ready(path):
         return
@@ -181,7 +175,7 @@ async def ensure_model(cfg: RunConfig) -> None:
 
 
 def confuse_carry(a: int, b: int) -> int:
-    """The sum of `a` and `b` with the carry confused: 47 + 38 gives 75, and 12 + 7 gives 29."""
+    """47 + 38 gives 75, and 12 + 7 gives 29."""
     return a + b - 10 if a % 10 + b % 10 >= 10 else a + b + 10
 
 
@@ -241,7 +235,7 @@ def _learn_schedule(progress_frac: float) -> float:
 
 
 def _examples(additions: list[tuple[int, int, int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Additions with (right or wrong) answers as padded rows: int64[N, length] inputs, and the next token as target."""
+    """Padded rows int64[N, length]: inputs, and the next token as target for sum and end."""
     inputs = np.full((len(additions), length), PAD_ID, np.int64)
     targets = np.full((len(additions), length), IGNORE, np.int64)
     for row, (a, b, answer) in enumerate(additions):

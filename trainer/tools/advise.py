@@ -178,7 +178,7 @@ def diagnose(facts: RunFacts) -> Diagnosis:
     full_s = None if trace is None else trace.generation_full_s
     if facts.cfg.mode.max_staleness > 0 or is_colocated:  # they overlap, or would on separate devices
         counted_s = _at_best(generation_s, full_s)
-    else:  # engines that serve an evaluation while the learner stands still are busy; that is its other time already
+    else:  # engines that serve an evaluation while the learner waits are busy; that is its other time already
         counted_s = 0.0 if generation_s is None else min(generation_s, data_s)
     verdict = _verdict(
         shares,
@@ -330,7 +330,7 @@ def _unknown(facts: RunFacts, shares: Shares) -> list[str]:
     if facts.device_name == "auto":
         found.append("What it ran on is unknown (no environment.jsonl, device.name=auto): an accelerator is assumed.")
     if facts.shares_cores:
-        found.append("Learner and engines share this machine's cores, which say nothing about a split of devices.")
+        found.append("Learner and engines share this machine's cores, so the shares predict no split of devices.")
     return found
 
 

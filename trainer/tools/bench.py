@@ -143,7 +143,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="device of the runs, as in `python -m trainer` (default auto)")
     add("--peak-tflops", type=_positive(float), metavar="T",
         help="what one device can do in bfloat16, for MFU; an H200: 989. Without it there is no MFU")  # fmt: skip
-    add("--commit", help="of the code, for the results of a copy without git (default: what git says)")
+    add("--commit", help="of the code, for the results of a copy without git (default: that of git)")
     add("--plot", type=Path, metavar="FILE.png", help="draw step times and timelines; needs matplotlib")
     return parser
 

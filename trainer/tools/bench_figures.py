@@ -56,7 +56,7 @@ PER_STEP: Mapping[str, str] = {
 
 
 class TooShort(Exception):
-    """The run has not enough steps for figures; the message says how many it needs."""
+    """The run has not enough steps for figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -298,7 +298,7 @@ def advantage_checks(estimator: EstimatorFn, *, traits: EstimatorTraits) -> list
         Check("gives one float per response, in a list of one array per group", trial.form),
         Check("advantages are finite, also where all rewards are equal", trial.finite),
         Check("two calls give the same bits and leave the groups alone", trial.repeatable),
-        Check("the order of responses in a group does not matter", trial.order_of_answers),
+        Check("the order of responses in a group does not matter", trial.order_of_responses),
         Check("the order of groups does not matter", trial.order_of_groups),
         Check("other groups do not matter, unless it declares spans_step", trial.independence),
         Check("a better response of a group never gets less than a worse one", trial.direction),
@@ -330,7 +330,7 @@ class _EstimatorTrial:
         expect(all(map(np.array_equal, first, second)), message)
         expect(all(map(np.array_equal, before, after)), "rewards_G was changed in place; work on a copy")
 
-    def order_of_answers(self) -> None:
+    def order_of_responses(self) -> None:
         groups, rng = self._groups(2), np.random.default_rng(2)
         orders = [rng.permutation(group.rewards_G.size) for group in groups]
         shuffled = [_reordered(group, order) for group, order in zip(groups, orders, strict=True)]

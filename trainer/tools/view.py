@@ -261,7 +261,7 @@ def _why_nothing(args: argparse.Namespace) -> str:
     with contextlib.suppress(InvalidRunDir):
         if not read_config(args.run_dir).telemetry.record_trajectories:
             return (
-                f"{args.run_dir} has no samples: its config.yaml says telemetry.record_trajectories: false; start the "
+                f"{args.run_dir} has no samples: its config.yaml has telemetry.record_trajectories: false; start the "
                 "run with telemetry.record_trajectories=true to keep them"
             )
     folder = args.run_dir / ("evaluations" if args.evaluations else "trajectories")

@@ -135,7 +135,7 @@ ADVICE: dict[str, tuple[list[StepLine], dict[str, Any], str, Keys, Any, str]] = 
         played(8, 8), {"full_s": 3.0}, "training_bound", split(6, 2), 6, "wait for slots"),
     "unless they are nearly as slow": (played(8, 8), {"full_s": 7.5}, "balanced", {}, None, ""),
     "or the learner saves most of the time": (played(8, 8, learner_s=3.0), {"full_s": 3.0}, "balanced", {}, None, ""),
-    # Evaluations and saves during which the learner stands still
+    # Evaluations and saves
     "more ranks shorten learning and no saves": (
         busy_elsewhere(12, 9.5, 10), {}, "training_bound", split(5, 3), 9.5 * 4 / 5 + 10, "The rest, 10 s of a"),
     "devices are no remedy for saves": (busy_elsewhere(17, 2, 18), ONE_RANK, "training_bound", {}, None, "saves"),
@@ -221,7 +221,7 @@ def test_every_split_uses_all_devices_and_the_fastest_is_first() -> None:
     slow = {(r, k): max(5.0 * 3 / r + 1.0, 4.0 * 2 / k) for r, k in ((5, 1), (3, 2), (1, 3))}
     assert {(s.num_ranks, s.num_replicas): s.step_s for s in splits} == pytest.approx(slow)
     assert [s.step_s for s in splits] == sorted(s.step_s for s in splits)
-    # Engines that serve evaluations while the learner stands still are not counted twice.
+    # Engines that serve evaluations while the learner waits are not counted twice.
     serving = judged(busy_elsewhere(5, 4, 10, staleness=0, idle_s=4.0), **S_0)[0].splits
     assert next(s for s in serving if s.num_ranks == 4).step_s == pytest.approx(5 + 4 + 10)
 
@@ -431,12 +431,12 @@ def test_a_resume_that_ended_before_its_first_step_does_not_count(
     assert (facts.lines[0].step, facts.device_name) == (24, "device 1")
 
 
-# Lost engines: an engine that was lost is not an idle one, so steps without it say nothing about who waits
+# Lost engines: an engine that was lost is not an idle one, so steps without it do not show who waits
 
 
 @pytest.mark.parametrize("with_idle", [True, False])
 def test_steps_with_a_lost_engine_do_not_count(tmp_path: Path, capsys: Capture, with_idle: bool) -> None:
-    run = Run(tmp_path / "run", with_idle=with_idle)  # without, the trace says when engines were idle
+    run = Run(tmp_path / "run", with_idle=with_idle)  # without, the trace shows when engines were idle
     before, text = reported(run, capsys)
     assert "lost engine" not in text
     slow = {"perf/step_s": 120.0, "time/wait_for_batch_s": 117.0} | ({"time/engines_idle_s": 60.0} if with_idle else {})

@@ -259,7 +259,7 @@ def refusal_of_a_start(cfg: RunConfig, counts: tuple[int, ...], cpus: int) -> st
 
 
 @pytest.mark.parametrize(
-    ("cfg", "counts", "cpus", "said"),
+    ("cfg", "counts", "cpus", "words"),
     [
         (sized(4, 4, 2), (4, 4), 0, "the Ray cluster has 8 fast devices"),
         (sized(2, 1, 4), (3, 3), 4, "no node has 1 CPU + 4 GPU"),
@@ -269,12 +269,12 @@ def refusal_of_a_start(cfg: RunConfig, counts: tuple[int, ...], cpus: int) -> st
     ],
 )
 def test_what_cannot_be_placed_is_refused_in_the_words_of_a_start(
-    cfg: RunConfig, counts: tuple[int, ...], cpus: int, said: str
+    cfg: RunConfig, counts: tuple[int, ...], cpus: int, words: str
 ) -> None:
     placement = placed(cfg, *counts)
     assert len(placement.lines) == 1, "no actor has a place"
     text = str(ConfigurationError(placement.problems))
-    assert said in text
+    assert words in text
     assert text == refusal_of_a_start(cfg, counts, cpus)
 
 
