@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import re
 import shutil
 import signal
@@ -353,8 +354,8 @@ def _is_done(run: Mapping[str, Any] | None) -> bool:
 def _positive(kind: type[int] | type[float]) -> Any:
     def parse(text: str) -> float:
         value = kind(text)
-        if value <= 0:
-            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        if not (math.isfinite(value) and value > 0):
+            raise argparse.ArgumentTypeError(f"must be finite and above 0, got {text}")
         return value
 
     parse.__name__ = f"positive {kind.__name__}"

@@ -18,6 +18,7 @@ import pytest
 
 from rollout.prompts.arithmetic import operand_pairs
 from tests.fakes.process_life import is_running
+from tests.fakes.trainer_process import ROOT
 from trainer.builtin import tiny_model
 from trainer.builtin.tiny_model import EOS_ID, VOCABULARY, VOCABULARY_SIZE, Recipe, build_tokenizer, encode, make
 from trainer.config.schema import RunConfig
@@ -25,15 +26,12 @@ from trainer.config.schema import RunConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ROOT = Path(__file__).resolve().parents[4]
 SMALL = Recipe(learn_steps=3, habit_steps=2, batch_size=8, hidden_size=16, num_layers=1)
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "confused"), [(47, 38, 75), (12, 7, 29), (5, 5, 0), (0, 0, 10), (49, 49, 88), (9, 0, 19), (9, 1, 0)]
-)
-def test_a_confused_carry_is_off_by_ten(a: int, b: int, confused: int) -> None:
-    assert tiny_model.confuse_carry(a, b) == confused
+def test_a_confused_carry_is_off_by_ten() -> None:
+    for a, b, confused in ((47, 38, 75), (12, 7, 29), (5, 5, 0), (0, 0, 10), (49, 49, 88), (9, 0, 19), (9, 1, 0)):
+        assert tiny_model.confuse_carry(a, b) == confused
 
 
 def test_every_part_of_the_recipe_changes_the_directory_which_is_where_the_environment_says(
@@ -75,12 +73,12 @@ def test_the_model_is_shown_the_training_additions_alone_right_and_wrong(
     assert all(c == a + b for a, b, c in right) and not any(c == a + b for a, b, c in wrong)
 
 
-def test_targets_are_the_answer_and_its_end_and_nothing_else() -> None:
+def test_targets_are_the_sum_and_its_end_and_nothing_else() -> None:
     inputs, targets = tiny_model._examples([(12, 7, 19), (1, 2, 3)], length=10)
-    for row, (prompt, answer) in enumerate([("12+7=", "19"), ("1+2=", "3")]):
+    for row, (prompt, total) in enumerate([("12+7=", "19"), ("1+2=", "3")]):
         trained = targets[row] != tiny_model.IGNORE
-        assert targets[row][trained].tolist() == [*encode(answer), EOS_ID]
-        text = encode(prompt + answer)
+        assert targets[row][trained].tolist() == [*encode(total), EOS_ID]
+        text = encode(prompt + total)
         assert inputs[row][: len(text)].tolist() == text
         assert inputs[row][trained.argmax()] == VOCABULARY["="], "the equals sign predicts the first token"
 
@@ -185,16 +183,19 @@ def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     assert started and not any(Path(f"/proc/{process.pid}").exists() for process in started)
 
 
-def test_a_maker_that_fails_is_reported_with_its_last_words(maker: Callable[[str], None]) -> None:
-    maker("print('noise'); raise ValueError('no disk')")
-    with pytest.raises(RuntimeError, match="exited with 1: ValueError: no disk"):
-        asyncio.run(tiny_model.ensure_model(RunConfig()))
-
-
-def test_a_maker_that_hangs_is_killed(maker: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    maker("import time; time.sleep(600)")
-    monkeypatch.setattr(tiny_model, "MAKE_MODEL_TIMEOUT_S", 0.5)
-    with pytest.raises(RuntimeError, match=r"timed out after 0\.5 s"):
+@pytest.mark.parametrize(
+    ("code", "timeout_s", "error"),
+    [
+        ("print('noise'); raise ValueError('no disk')", 60.0, "exited with 1: ValueError: no disk"),
+        ("import time; time.sleep(600)", 0.5, r"timed out after 0\.5 s"),
+    ],
+)
+def test_a_maker_that_fails_or_hangs_is_ended_and_reported(
+    maker: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, code: str, timeout_s: float, error: str
+) -> None:
+    maker(code)
+    monkeypatch.setattr(tiny_model, "MAKE_MODEL_TIMEOUT_S", timeout_s)
+    with pytest.raises(RuntimeError, match=error):
         asyncio.run(tiny_model.ensure_model(RunConfig()))
 
 

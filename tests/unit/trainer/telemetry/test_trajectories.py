@@ -71,12 +71,14 @@ def write_evaluation(
 
 
 def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
-    recorder = TrajectoryRecorder(tmp_path, clock=lambda: 12.5)
-    recorder.write(make_group(7), replace(PROMPT, metadata={"level": np.int64(3)}), "filtered", reason="zero_variance")
+    recorder, group = TrajectoryRecorder(tmp_path, clock=lambda: 12.5), make_group(7)
+    group = replace(group, baseline=replace(group.trajectories[0], sample_index=2, reward=0.5, text="18"))
+    recorder.write(group, replace(PROMPT, metadata={"level": np.int64(3)}), "filtered", reason="zero_variance")
     (line,) = recorded(tmp_path)
     about = [line[name] for name in ("group_id", "status", "reason", "start_version", "time_s")]
     assert about == [7, "filtered", "zero_variance", 2, 12.5]
-    assert (line["rewards"], line["baseline"]) == ([1.25, None], None)
+    assert line["rewards"] == [1.25, None]
+    assert [line["baseline"][name] for name in ("sample_index", "reward", "text")] == [2, 0.5, "18"]
     assert (line["prompt"]["text"], line["prompt"]["metadata"]) == ("12+7=", {"level": 3})
     good, failed = line["trajectories"]
     assert (failed["status"], failed["reward"], failed["error"]) == ("failed", None, "reward hung")
@@ -88,15 +90,6 @@ def test_a_group_is_recorded_in_full(tmp_path: Path) -> None:
             "reward": 0.25, "segments": [[2, 1], [3, 2]], "begins_anew": False,
         }
     ]  # fmt: skip
-
-
-def test_a_baseline_is_recorded_apart_from_what_is_trained(tmp_path: Path) -> None:
-    group = make_group(1)
-    greedy = replace(group.trajectories[0], sample_index=2, reward=0.5, text="18")
-    TrajectoryRecorder(tmp_path).write(replace(group, baseline=greedy), PROMPT, "ready")
-    (line,) = recorded(tmp_path)
-    assert [t["sample_index"] for t in line["trajectories"]] == [0, 1]
-    assert (line["baseline"]["sample_index"], line["baseline"]["reward"], line["baseline"]["text"]) == (2, 0.5, "18")
 
 
 def test_an_attempt_that_raised_is_recorded_with_prompt_attempts_and_reason(tmp_path: Path) -> None:
@@ -112,24 +105,20 @@ def test_an_attempt_that_raised_is_recorded_with_prompt_attempts_and_reason(tmp_
     assert recorded(tmp_path)[1].keys() - {"attempts"} == line.keys() - {"attempts"}
 
 
-def test_the_answers_of_an_evaluation_are_recorded_as_those_of_a_group(groups: Path, evaluations: Path) -> None:
+def test_responses_of_an_evaluation_are_recorded_as_those_of_a_group(groups: Path, evaluations: Path) -> None:
     recorder, group = TrajectoryRecorder(groups, clock=lambda: 12.5), make_group()
     # Their own numbers are places in the whole evaluation; recorded are those within the prompt.
     placed = [replace(trajectory, sample_index=8 + i) for i, trajectory in enumerate(group.trajectories)]
-    path = write_evaluation(recorder, evaluations, [replace(group, trajectories=placed)], status="failed", reason="why")
-    assert path == evaluations / "version_4.jsonl"
     recorder.write(group, PROMPT, "ready")
-    (line,), (of_group,) = recorded(evaluations), recorded(groups)
-    assert [line[name] for name in ("status", "reason", "version", "time_s")] == ["failed", "why", 4, 12.5]
-    for name in ("prompt", "rewards", "trajectories"):
-        assert line[name] == of_group[name]
-
-
-def test_every_evaluation_has_its_own_file(tmp_path: Path) -> None:
-    for number in range(3):  # of processes
-        write_evaluation(TrajectoryRecorder(tmp_path), tmp_path, [make_group()], reason=str(number))
-    names = ["version_4.jsonl", "version_4.2.jsonl", "version_4.3.jsonl"]
-    assert [json.loads((tmp_path / name).read_text())["reason"] for name in names] == ["0", "1", "2"]
+    (of_group,) = recorded(groups)
+    for name in ("version_4.jsonl", "version_4.2.jsonl", "version_4.3.jsonl"):  # one file each, of processes
+        how = {"status": "failed", "reason": name}
+        path = write_evaluation(recorder, evaluations, [replace(group, trajectories=placed)], **how)
+        assert path == evaluations / name
+        line = json.loads(path.read_text())
+        assert [line[key] for key in ("status", "reason", "version", "time_s")] == ["failed", name, 4, 12.5]
+        for key in ("prompt", "rewards", "trajectories"):
+            assert line[key] == of_group[key]
 
 
 def test_files_rotate_by_size_and_a_new_process_begins_a_new_file(tmp_path: Path) -> None:
@@ -214,7 +203,7 @@ def test_a_group_that_cannot_be_encoded_is_counted_and_stops_nothing(
     assert caplog.text.count("cannot be written") == 2, "once for each kind of error"
 
 
-def test_answers_that_cannot_be_written_are_counted_and_logged(
+def test_responses_that_cannot_be_written_are_counted_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder, group = TrajectoryRecorder(tmp_path), make_group()

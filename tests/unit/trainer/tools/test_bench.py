@@ -314,7 +314,9 @@ def test_results_that_were_published_before_steps_were_kept_are_still_shown(path
     ("arguments", "message"),
     [
         ("--case fast:2+2", "MODE:SPLIT"),
-        ("--case async:2+2 --steps 0", "must be above 0"),
+        ("--case async:2+2 --steps 0", "must be finite and above 0"),
+        ("--case async:2+2 --timeout-s nan", "must be finite and above 0"),
+        ("--case async:2+2 --peak-tflops inf", "must be finite and above 0"),
         ("--case async:2+2 --set sync:a=1", "reaches no case"),
         ("--only nothing", "no such case"),
         *([] if can_plot() else [("--plot out.png", "pip install matplotlib")]),
