@@ -36,10 +36,7 @@ as many polls as their prefill takes: an engine that wakes up gets all of a step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitRange:
-    """Of the number of requests that one engine has at once.
-
-    Example: `LimitRange(lowest=8, highest=256)`; `LimitRange(lowest=64, highest=64)` is fixed.
-    """
+    """Of the number of requests that one engine has at once; `LimitRange(lowest=64, highest=64)` is fixed."""
 
     lowest: int
     highest: int
@@ -60,13 +57,7 @@ class LimitRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveLimit:
-    """The state of the machine for one engine. It begins at the upper bound: an engine with room is never held back.
-
-    Example:
-        state = AdaptiveLimit.start(LimitRange(lowest=8, highest=256))
-        state = state.next(engine_load, in_flight=200, num_queued=16)
-        state.limit
-    """
+    """The state of the machine for one engine. It begins at the upper bound: an engine with room is never held back."""
 
     bounds: LimitRange
     limit: int
@@ -80,12 +71,8 @@ class AdaptiveLimit:
         return cls(bounds=bounds, limit=bounds.highest)
 
     def next(self, load: EngineStatus, *, in_flight: int, num_queued: int) -> AdaptiveLimit:
-        """The state after one poll.
-
-        Args:
-            in_flight: the sender's requests that are there now.
-            num_queued: those that wait for room, on this or another engine.
-        """
+        """After one poll, with `in_flight` of the sender's requests there, and `num_queued` that wait for room on any
+        engine."""
         has_no_room = load.kv_usage_frac is None or load.kv_usage_frac >= KV_ROOM
         queued_polls = self.queued_polls + 1 if load.waiting and has_no_room else 0
         limit = self._next_limit(load, in_flight, num_queued, queued_polls)
@@ -97,8 +84,7 @@ class AdaptiveLimit:
         # A counter that went back belongs to a new engine; its first value is not about now.
         preempts = before is not None and load.num_preemptions is not None and load.num_preemptions > before
         kv_frac = 0.0 if load.kv_usage_frac is None else load.kv_usage_frac
-        is_draining = in_flight > self.limit
-        if is_draining:
+        if in_flight > self.limit:  # it still drains
             return self.limit
         running = min(self.limit, max(in_flight, 1))  # steps down start here: a limit above it would queue nothing
         if kv_frac >= KV_CRITICAL:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidationRule:
-    """Example: `ConsolidationRule(below=16, most=256)`."""
-
     below: int
     """An engine with fewer requests is worth freeing."""
     most: int
@@ -61,7 +59,7 @@ class EngineLoadView:
 
 
 def has_doubled(num_tokens: int, num_sent: int) -> bool:
-    """Whether a request of `num_tokens` tokens may move, which had `num_sent` when it was sent to its engine."""
+    """Whether a request of `num_tokens` tokens may move that was sent to its engine with `num_sent`."""
     return num_tokens >= 2 * num_sent
 
 

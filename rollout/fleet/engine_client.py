@@ -23,19 +23,13 @@ class EngineClient(Protocol):
     def stream_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
     ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        """Generates for all requests at once; yields (index of the request, next chunk) in any order.
-
-        A chunk holds only new tokens. The last one of a request has a finish reason; "abort" means that the engine
-        returned the request, which continues elsewhere. Closing the generator aborts what still runs.
-
-        Raises:
-            EngineDead: the replica stopped responding.
-        """
+        """Generates for all requests at once; yields (index of the request, its new tokens) in any order. The last
+        chunk of a request has a finish reason; "abort" means that the engine returned the request, which continues
+        elsewhere. Closing the generator aborts what still runs. Raises EngineDead if the replica stops responding."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Has it return these requests, with every token that it has sampled. Does not wait; unknown ids are
-        ignored."""
+        """Has it return these requests, with all sampled tokens. Does not wait; unknown ids are ignored."""
         ...
 
 

@@ -54,11 +54,7 @@ class EngineRecord:
 
 
 def apply(record: EngineRecord, event: EventKind, *, incarnation: int, reason: str = "") -> EngineRecord | None:
-    """The row after an event of the engine of this `incarnation`, or None if the event is ignored.
-
-    Args:
-        reason: of a loss.
-    """
+    """The row after an event of the engine of this `incarnation`, or None if it is ignored; `reason` is of a loss."""
     state = TRANSITIONS.get((record.state, event))
     if state is None or incarnation != record.incarnation:
         return None

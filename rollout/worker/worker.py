@@ -43,7 +43,7 @@ class Decoder(Protocol):
 
 
 EVALUATION = -1
-"""In the place of a group's id, in the seeds of an evaluation."""
+"""In place of a group's id, in the seeds of an evaluation."""
 Score = Callable[[Prompt, str], Awaitable[RewardResult]]
 """(prompt, generated text) -> reward; raises RewardError."""
 RewardSlots = Callable[[Prompt], Awaitable[tuple[str, int]]]

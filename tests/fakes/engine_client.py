@@ -69,7 +69,7 @@ class FakeEngine:
     """Chunks per request after which it is given back with "abort"."""
     hangs: bool = False
     said_load: EngineStatus | None = None
-    """The load that it reports; None is a replica that does not answer."""
+    """The load that it reports; without one it replies to no poll."""
     calls: list[Call] = field(default_factory=list)
     num_chunks: int = 0
     now: int = 0
@@ -78,7 +78,7 @@ class FakeEngine:
     """The most that it had at once."""
     num_abort_calls: int = 0
     aborted: set[str] = field(default_factory=set)
-    """All that it was ever asked to give back."""
+    """All that it ever had to return."""
     leaving: set[str] = field(default_factory=set)
     """What it still has of these; an id may be used again."""
 

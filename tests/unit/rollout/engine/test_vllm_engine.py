@@ -199,10 +199,9 @@ async def test_requests_without_a_token_enter_again_in_their_order_after_the_pau
     await until(lambda: len(llm.states) == 3)
     first = [(name, "v0") for name in ("has-tokens", "second", "third")]
     assert llm.entered == [*first, ("second", "v1"), ("third", "v1")]
-    for name in ("has-tokens", "second", "third"):
+    for name, _ in first:
         llm.give(name, 3, "length")
-    responses = [await ended(task) for task in tasks]
-    assert [response.labels for response in responses] == [[0, 0, 1, 1, 1], [1, 1, 1], [1, 1, 1]]
+    assert [(await ended(task)).labels for task in tasks] == [[0, 0, 1, 1, 1], [1, 1, 1], [1, 1, 1]]
     assert not engine._requests.running
 
 
@@ -218,29 +217,30 @@ async def test_a_prompt_that_takes_longer_than_the_time_between_commits_is_compu
     assert not engine._requests._num_readmissions
 
 
-async def test_an_unread_first_token_is_a_token() -> None:
-    engine, llm = started()
+@pytest.mark.parametrize(
+    ("policy", "is_refused", "has_unread_token", "labels"),
+    [
+        ("keep", False, True, [0, 1]),  # an unread first token is a token
+        ("keep", True, False, [0]),  # the workers refused the new weights
+        ("recompute", False, False, [1]),  # this and "abort" leave no cache behind
+        ("abort", False, False, [1]),
+    ],
+)
+async def test_nothing_is_taken_out_where_no_old_cache_can_be_read(
+    policy: Any, is_refused: bool, has_unread_token: bool, labels: list[int]
+) -> None:
+    engine, llm = started(in_flight=policy)
 
     async def give_late() -> None:
-        llm.give("unread", 1)
+        if has_unread_token:
+            llm.give("stays", 1)
 
     llm.at["pause keep"] = give_late
-    (task,) = await sent(engine, llm, "unread")
-    await commit(engine)
-    llm.give("unread", 1, "length")
-    assert (await ended(task)).labels == [0, 1]
-    assert llm.entered == [("unread", "v0")]
-
-
-@pytest.mark.parametrize(("policy", "is_taken"), [("keep", False), ("recompute", True), ("abort", True)])
-async def test_nothing_is_taken_out_where_no_old_cache_can_be_read(policy: Any, is_taken: bool) -> None:
-    """`keep`: the workers refused the new weights. The others leave no cache behind."""
-    engine, llm = started(in_flight=policy)
     (task,) = await sent(engine, llm, "stays")
-    llm.replies.append(Reply(ok=is_taken))
+    llm.replies.append(Reply(ok=not is_refused))
     await commit(engine)
-    llm.give("stays", 2, "length")
-    assert (await ended(task)).labels == [int(is_taken)] * 2
+    llm.give("stays", 1, "length")
+    assert (await ended(task)).labels == labels
     assert llm.entered == [("stays", "v0")]
 
 
@@ -250,8 +250,7 @@ async def test_a_request_that_came_while_the_weights_were_a_mixture_begins_after
     await commit(engine, 1)
     (task,) = await sent(engine, llm, "early")
     await commit(engine, 2)
-    await until(lambda: len(llm.entered) == 2)
-    assert llm.entered == [("early", "v0"), ("early", "v2")]
+    await until(lambda: llm.entered == [("early", "v0"), ("early", "v2")])
     llm.give("early", 1, "length")
     assert (await ended(task)).labels == [2]
 
@@ -305,10 +304,9 @@ async def test_streams_learn_of_the_death_of_the_engine_at_every_moment_of_a_com
 
     llm.at[moment] = die
     (task,) = await sent(engine, llm, "dying")
-    with pytest.raises(EngineDead, match="killed by the test"):
-        await commit(engine)
-    with pytest.raises(EngineDead, match="killed by the test"):
-        await ended(task)
+    for waiting in (commit(engine), ended(task)):
+        with pytest.raises(EngineDead, match="killed by the test"):
+            await waiting
     await engine.close()
 
 
@@ -337,10 +335,9 @@ async def test_an_abort_that_hangs_is_the_death_of_the_engine(moment: str, monke
     engine, llm = started()
     llm.at[moment] = hang
     (task,) = await sent(engine, llm, "waiting")
-    with pytest.raises(TimeoutError, match="abort did not end"):
-        await commit(engine)
-    with pytest.raises(EngineDead, match="abort did not end"):
-        await ended(task)
+    for waiting, error in ((commit(engine), TimeoutError), (ended(task), EngineDead)):
+        with pytest.raises(error, match="abort did not end"):
+            await waiting
     await engine.close()
 
 
@@ -375,24 +372,36 @@ async def test_a_resume_that_fails_is_tried_again_and_leaves_no_request_outside(
     await ended(task)
 
 
-@pytest.mark.parametrize("kills", [True, False])
-async def test_an_error_of_one_request_is_its_own_unless_it_ends_the_output_handler(kills: bool) -> None:
+async def test_a_mixture_that_no_commit_repairs_is_the_death_of_the_engine() -> None:
+    engine, llm = started(pause_limit_s=0.0)
+    llm.replies.append(Reply(ok=False, dirty=True))
+    await commit(engine)
+    await until(lambda: engine.status().is_dead)
+    with pytest.raises(EngineDead, match="its weights are a mixture of versions and no commit repaired them"):
+        await commit(engine)
+    await engine.close()
+
+
+async def test_an_error_of_one_request_is_its_own() -> None:
     engine, llm = started()
     bad, good = await sent(engine, llm, "bad", "good")
-    llm.errored = kills
-    for state in list(llm.states.values())[: 2 if kills else 1]:
-        state.queue.put(IndexError("no such token"))
-    with pytest.raises(EngineDead if kills else IndexError, match="no such token"):
+    llm.states["bad-1"].queue.put(IndexError("no such token"))
+    with pytest.raises(IndexError, match="no such token"):
         await ended(bad)
-    if not kills:
-        llm.give("good", 1, "length")
-        assert (await ended(good)).finish_reason == "length"
-        assert not llm.states
-        return
-    with pytest.raises(EngineDead, match="IndexError: no such token"):
-        await ended(good)
-    with pytest.raises(EngineDead, match="IndexError: no such token"):
-        await collect(engine, "later", SamplingParams(max_tokens=3), PROMPT)
+    llm.give("good", 1, "length")
+    assert (await ended(good)).finish_reason == "length"
+    assert not llm.states
+
+
+async def test_an_error_that_ends_the_output_handler_is_the_death_of_the_engine() -> None:
+    engine, llm = started()
+    tasks = await sent(engine, llm, "bad", "good")
+    llm.errored = True
+    for state in llm.states.values():
+        state.queue.put(IndexError("no such token"))
+    for waiting in (*map(ended, tasks), collect(engine, "later", SamplingParams(max_tokens=3), PROMPT)):
+        with pytest.raises(EngineDead, match="IndexError: no such token"):
+            await waiting
     await engine.close()
     assert llm.log == ["shutdown"], "its processes are ended"
 
@@ -436,11 +445,26 @@ async def test_a_commit_that_fails_in_sleep_leaves_the_engine_paused_and_the_nex
     await engine.sleep()
     await commit(engine)
     assert llm.log == whole(*SLEEP, "pause keep", "wake weights", "ws_commit")
-    assert engine.version == 0
-    assert engine.status().paused_s > 0
+    assert engine.version == 0 and engine.status().paused_s > 0
     await commit(engine, 2)
     assert llm.log[-10:] == whole(*WAKE)
     assert engine.status().paused_s == 0
+
+
+async def test_an_engine_that_may_not_generate_is_not_stalled() -> None:
+    """In the pause that a mixture leaves."""
+    now = 0.0
+    engine, llm = VllmEngine(EngineSpec(model="fake", stream_interval=4), clock=lambda: now), FakeLlm()
+    engine._llm = llm  # type: ignore[assignment]
+    (task,) = await sent(engine, llm, "waiting")
+    now = 100.0
+    assert engine.load().still_s == 100.0
+    llm.replies.append(Reply(ok=False, dirty=True))
+    await commit(engine)
+    now = 200.0
+    assert (engine.load().still_s, engine.load().paused_s) == (0.0, 100.0)
+    await engine.close()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("step", SLEEP)
