@@ -122,10 +122,14 @@ class _Run:
             TimeoutError: the case did not end in time.
             WeightSyncError, RuntimeError: a step failed.
         """
+        limit = asyncio.timeout(self.case.case_timeout)
         try:
-            await asyncio.wait_for(self._steps(started), self.case.case_timeout)
-        except asyncio.CancelledError as error:
-            raise TimeoutError(f"the case was not done after {self.case.case_timeout} s") from error
+            async with limit:
+                await self._steps(started)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # of one step
+            raise TimeoutError(f"the case was not done within {self.case.case_timeout} s") from error
 
     async def _steps(self, started: float) -> None:
         await gather_all(child.ask("start", timeout_s=self.case.case_timeout) for child in self.fleet.children())

@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.fakes.bench_hosts import MoodyHost
 from tests.fakes.virtual_time import run_virtual
 from weight_sync.bench import report
-from weight_sync.bench.__main__ import main, parser, read_cases
+from weight_sync.bench.__main__ import parser, read_cases
 from weight_sync.bench.case import Case, CaseError, assign_devices
-from weight_sync.bench.ceiling import volumes_of
 from weight_sync.bench.engines import Traffic, devices_environment, merged
 from weight_sync.bench.hosts import host_bytes
 from weight_sync.bench.model import EngineModel
@@ -33,7 +32,7 @@ from weight_sync.device.select import build
 from weight_sync.errors import PullTimeout, WeightSyncError
 from weight_sync.messages import PullReport, SyncReport
 from weight_sync.plan.planner import build_manifest
-from weight_sync.plan.types import Manifest, PullPlan, Run, ShardDesc
+from weight_sync.plan.types import ShardDesc
 from weight_sync.receive.recorder import record
 
 if TYPE_CHECKING:
@@ -65,11 +64,6 @@ def test_a_bad_suite_is_refused_by_name(entries: list[object], message: str, tmp
     (tmp_path / "suite.json").write_text(json.dumps(entries))
     with pytest.raises(CaseError, match=message):
         cases("--suite", str(tmp_path / "suite.json"))
-
-
-def test_a_line_that_makes_no_sense_exits_with_the_code_for_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "gpt-9"]) == main(["--case", "--json x.json"]) == 2
-    assert "model must be one of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -190,14 +184,6 @@ def test_the_loaders_of_all_workers_take_every_element_and_fill_theirs_once(arch
 def test_a_number_of_workers_that_does_not_divide_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="dense cannot be split over 3 workers: it has 8 heads, 2 KV heads"):
         engine(ARCHITECTURES[0], 0, 3)
-
-
-def test_volumes_are_summed_by_worker_and_source() -> None:
-    def run(rank: int, nbytes: int) -> Run:
-        return Run(src_rank=rank, src_off=0, dst_param="w", dst_off=0, nbytes=nbytes)
-
-    pull = (PullPlan(worker=0, runs=(run(0, 5), run(1, 7), run(0, 2))), PullPlan(worker=1, runs=(run(0, 9),)))
-    assert volumes_of(Manifest(epoch=1, params=(), pack=(), pull=pull, digest="")) == {0: {0: 7, 1: 7}, 1: {0: 9}}
 
 
 # Figures
