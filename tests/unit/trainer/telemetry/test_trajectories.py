@@ -112,7 +112,7 @@ def test_responses_of_an_evaluation_are_recorded_as_those_of_a_group(groups: Pat
     recorder.write(group, PROMPT, "ready")
     (of_group,) = recorded(groups)
     for name in ("version_4.jsonl", "version_4.2.jsonl", "version_4.3.jsonl"):  # one file each, of processes
-        how = {"status": "failed", "reason": name}
+        how: dict[str, Any] = {"status": "failed", "reason": name}
         path = write_evaluation(recorder, evaluations, [replace(group, trajectories=placed)], **how)
         assert path == evaluations / name
         line = json.loads(path.read_text())

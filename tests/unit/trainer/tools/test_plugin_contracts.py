@@ -261,15 +261,15 @@ def test_a_filter_sees_the_scored_responses_and_the_prompt_after_the_built_in_fi
     assert (seen.rewards_G.tolist(), seen.lengths_G.tolist()) == ([1.0, 0.5], [1, 3])
     assert (seen.is_truncated_G.tolist(), seen.num_failed) == ([True, False], 1)
     assert seen.prompt.metadata["level"] == 3
-    own = own_group_filter(AlgorithmConfig(group_filter=f"{__name__}.mostly_wrong"))
-    assert own is not None
+    custom = own_group_filter(AlgorithmConfig(group_filter=f"{__name__}.mostly_wrong"))
+    assert custom is not None
     for group, reason in (
         (group_of([0.0, 0.0, 1.0, 0.0]), "mostly_wrong"),
         (group_of([0.0, 0.0]), "zero_variance"),
         (group_of([0.0, 1.0]), ""),
         (group_of([0.0, float("nan")], ["completed", "failed"]), "rewards_failed"),
     ):
-        assert loops.filter_reason(group, PROMPT, dynamic_sampling=True, own=own) == reason
+        assert loops.filter_reason(group, PROMPT, dynamic_sampling=True, custom=custom) == reason
     assert own_group_filter(AlgorithmConfig()) is None
 
 
