@@ -66,7 +66,7 @@ _HOMES = {
 }  # fmt: skip
 """Module of this package -> the public names that live there."""
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = list(_HOME_OF)
+__all__ = list(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll] - for type checkers the imports above count
 
 
 def __getattr__(name: str) -> object:
