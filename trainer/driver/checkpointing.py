@@ -52,8 +52,8 @@ class ResumePoint:
 
 
 def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here: bool = True) -> ResumePoint | None:
-    """The verified checkpoint that `checkpoint.resume` names; None for a fresh start. A run directory stands for its
-    newest checkpoint; one that this run has resumed from before stands for the newest that followed.
+    """The verified checkpoint that `checkpoint.resume` names; None for a fresh start. A run directory means its
+    newest checkpoint; one that this run resumed from before means the newest that followed.
 
     Args:
         directory: `run_dir/checkpoints`, which need not exist; None for a new run directory.

@@ -38,14 +38,14 @@ def call(repository: Path, script: str, *arguments: str, code: int = 0) -> subpr
     ("code", "words"),
     [(0, "Done."), (1, "log.txt of the run directory"), (2, "what to change is above"), (130, "resumes from the last")],
 )
-def test_a_run_that_ended_is_told_by_its_code(repository: Path, code: int, words: str) -> None:
+def test_the_end_of_a_run_is_reported_by_its_code(repository: Path, code: int, words: str) -> None:
     result = call(repository, "quickstart.sh", "seed=1", code=code)
     assert result.returncode == code
     assert "called: -m trainer seed=1" in result.stdout and words in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("option", [["--help"], ["--cfg", "job"], ["--dry-run"]])
-def test_what_only_shows_something_is_no_run(repository: Path, option: list[str]) -> None:
+def test_an_option_that_only_shows_something_starts_no_run(repository: Path, option: list[str]) -> None:
     result = call(repository, "quickstart.sh", *option)
     assert result.returncode == 0 and "Done." not in result.stdout
 

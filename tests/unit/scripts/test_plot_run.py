@@ -41,7 +41,7 @@ def test_rewards_outside_of_0_and_1_are_in_the_picture() -> None:
     assert math.isnan(gap[1])
 
 
-def test_without_matplotlib_one_line_says_what_to_install(
+def test_without_matplotlib_one_line_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -55,8 +55,8 @@ def test_a_directory_without_steps_is_refused_in_one_line(
     monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
     metrics = tmp_path / "metrics.jsonl"
     assert main([str(tmp_path), str(tmp_path / "x.png")]) == 2
-    told = capsys.readouterr().err
-    assert told == f"{metrics} does not exist; give a run directory in which a step has ended\n"
+    shown = capsys.readouterr().err
+    assert shown == f"{metrics} does not exist; give a run directory in which a step has ended\n"
     metrics.write_text('{"st')
     assert main([str(tmp_path), str(tmp_path / "x.png")]) == 2
     assert capsys.readouterr().err == f"{metrics} has no whole line; wait until a step has ended\n"

@@ -375,7 +375,7 @@ def with_vocabulary(folder: Path, size: int) -> None:
         ("algorithm.kl.reference_model", ["algorithm=opd", "model.path=some/hub-model"]),
     ],
 )
-def test_a_prompt_with_a_token_that_a_model_has_not_is_refused(key: str, overrides: list[str], here: Path) -> None:
+def test_a_prompt_with_a_token_that_a_model_lacks_is_refused(key: str, overrides: list[str], here: Path) -> None:
     """The highest token of the built-in prompts is `=`, 32."""
     overrides = [*overrides, f"{key}={here / 'model'}", f"model.tokenizer_path={here / 'model'}"]
     with_vocabulary(here, 33)
