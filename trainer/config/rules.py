@@ -140,8 +140,7 @@ def _prompts(c: RunConfig) -> Iterator[Problem]:
             hint = "use task.reader=auto, or jsonl, parquet or hf"
             yield problem(c, "task.reader", f"reads {BUILTIN_TASK} only, not {key}={path}", hint, key)
         elif task.reader not in {"auto", "arithmetic"} and path == BUILTIN_TASK:
-            hint = f"use task.reader=auto, or set {key} too"
-            yield problem(c, "task.reader", f"cannot read {key}={path}", hint, key)
+            yield problem(c, "task.reader", f"cannot read {key}={path}", f"use task.reader=auto, or set {key} too", key)
     try:
         json.dumps(task.chat_template_kwargs, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -413,8 +412,7 @@ def _engines(c: RunConfig) -> Iterator[Problem]:
     rollout, longest = c.rollout, longest_sequence(c)
     limits = f"must be at least {' + '.join(_LIMITS)} = {longest}"
     if 0 < rollout.max_model_len < longest:
-        message = f"{limits}, or 0 to follow them"
-        yield problem(c, "rollout.max_model_len", message, "raise it or lower those", *_LIMITS)
+        yield problem(c, "rollout.max_model_len", f"{limits}, or 0 to follow them", "raise it or lower those", *_LIMITS)
     if c.learner.max_tokens_per_micro_batch < longest:
         message = f"{limits}: the longest sequence must fit into one micro-batch"
         yield problem(c, "learner.max_tokens_per_micro_batch", message, "raise it or lower those", *_LIMITS)

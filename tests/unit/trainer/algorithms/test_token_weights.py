@@ -43,7 +43,9 @@ def test_weighted_sum_equals_the_textbook_mean(counts: list[int], seed: int) -> 
         assert sum(w * x.sum() for w, x in zip(weights, losses, strict=True)) == pytest.approx(value)
 
 
-def test_unknown_kind_is_refused_with_the_choices() -> None:
+def test_an_unknown_kind_or_a_divisor_below_1_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="norm_tokens must be >= 1, got 0"):
+        loss_weights([1], "token_mean", norm_tokens=0)
     with pytest.raises(ValueError, match="seq_mean_token_sum_norm, got 'mean'"):
         loss_weights([1], "mean", norm_tokens=1)
 
