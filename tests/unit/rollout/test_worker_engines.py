@@ -19,6 +19,7 @@ from tests.fakes.engine_client import FakeEngine, expected_answer
 from tests.fakes.local_actor import LocalActor, ServedWorker, view_of, watched
 from tests.fakes.rollout_worker import ANSWER, Played, counting_down, generated, item, segments, worker
 from tests.fakes.virtual_time import in_virtual_time
+from tests.unit.rollout.fleet.test_scheduler import Holder
 from trainer.driver.engine_monitor import POLL_S
 from trainer.driver.fleet import Fleet
 
@@ -309,21 +310,36 @@ async def test_the_last_group_of_an_engine_continues_with_the_others_and_the_nex
         ((load(), load()), {"pins": "e0"}, 0),
         ((load(), load()), limit(8), 4),
         ((load(), load()), limit(7), 0),  # both groups together are beyond it
-        ((load(), load()), {"num_groups": 3, **limit(4)}, 0),  # the third one waits to be sent
     ],
 )
 @in_virtual_time
 async def test_which_requests_move(loads: Any, changes: dict[str, Any], num_moved: int) -> None:
     engines = [engine(name, said_load=said) for name, said in zip(("e0", "e1"), loads, strict=True)]
-    pins, num_groups = changes.pop("pins", None), changes.pop("num_groups", 2)
+    pins, changes = changes.get("pins"), {key: changes[key] for key in changes if key != "pins"}
     busy = worker(*engines, **(RULE | changes))
     async with watched(busy, *engines) as fleet:
-        groups = begin(busy, *range(num_groups))
+        groups = begin(busy, 0, 1)
         await asyncio.sleep(0.01)
         if pins:
             await fleet.pin(pins)
         await asyncio.gather(*groups)
     assert busy.report().migrated_requests == num_moved
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+@in_virtual_time
+async def test_nothing_moves_while_something_waits_to_be_sent(is_queued: bool) -> None:
+    """Under a limit of six, three requests have room for one more, but not for the six that wait."""
+    engines, holder = [engine("e0"), engine("e1")], Holder("g0")
+    busy = worker(*engines, **RULE, **limit(6))
+    scheduler = busy._scheduler
+    for group, num in (("g0", 1), ("g1", 3)):
+        await scheduler.acquire(group, (0, 0), tokens=100 * num, num_requests=num)
+    queued = [asyncio.create_task(scheduler.acquire("g2", (0, 2), tokens=1, num_requests=6))] * is_queued
+    async with watched(busy, *engines), holder.at(scheduler, "e0"):
+        await asyncio.sleep(2 * POLL_S + 0.1)
+    assert (busy.report().num_queued, holder.num_asked) == (6 * is_queued, not is_queued)
+    await end(*queued)
 
 
 @in_virtual_time
