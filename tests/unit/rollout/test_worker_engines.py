@@ -335,7 +335,9 @@ async def test_nothing_moves_while_something_waits_to_be_sent(is_queued: bool) -
     scheduler = busy._scheduler
     for group, num in (("g0", 1), ("g1", 3)):
         await scheduler.acquire(group, (0, 0), tokens=100 * num, num_requests=num)
-    queued = [asyncio.create_task(scheduler.acquire("g2", (0, 2), tokens=1, num_requests=6))] * is_queued
+    queued = [
+        asyncio.create_task(scheduler.acquire("g2", (0, 2), tokens=1, num_requests=num)) for num in [6] * is_queued
+    ]
     async with watched(busy, *engines), holder.at(scheduler, "e0"):
         await asyncio.sleep(2 * POLL_S + 0.1)
     assert (busy.report().num_queued, holder.num_asked) == (6 * is_queued, not is_queued)
