@@ -161,7 +161,7 @@ class LearnerActor:
         problems = self._backend.check_env("learner", dict(os.environ))
         if problems:
             raise DeviceError("; ".join(problems))
-        if (reason := self._backend.why_unavailable()) is not None:
+        if (reason := self._backend.unavailable_reason()) is not None:
             raise DeviceError(f"device {self._backend.name!r} cannot be used on the learner's node: {reason}")
 
     def train_step(

@@ -26,7 +26,7 @@ from trainer.telemetry.run_dir import RunDir, cannot_be_written, encode_json, op
 from trainer.telemetry.sinks import MetricWriter, build_writer, truncate_after
 from trainer.telemetry.trace import Tracer
 from trainer.telemetry.trajectories import TrajectoryRecorder
-from weight_sync.device.environment import telling_variables
+from weight_sync.device.environment import relevant_env
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,7 +198,7 @@ def describe(*, device: str, resumed_from_step: int | None) -> dict[str, object]
         "cpu_cores": len(os.sched_getaffinity(0)),
         "device": device,
         "versions": versions(),
-        "variables": telling_variables(os.environ),
+        "variables": relevant_env(os.environ),
     }
 
 

@@ -335,7 +335,7 @@ def _here(cfg: RunConfig) -> tuple[Device, DataSets, Mapping[str, ModelInfo]]:
     """After every check that the run would make."""
     checked = preflight(cfg)
     backend = checked.backend
-    if (reason := backend.why_unavailable()) is not None:  # on a cluster that is joined it may be elsewhere
+    if (reason := backend.unavailable_reason()) is not None:  # on a cluster that is joined it may be elsewhere
         do = "plan for devices that are elsewhere: --device-memory-gib N"
         raise ConfigurationError([Problem(key="device", value=backend.name, message=f"is not here: {reason}", hint=do)])
     backend.set_device(0)

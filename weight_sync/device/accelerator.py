@@ -159,8 +159,8 @@ class AcceleratorBackend(Backend):
     def _driver(self) -> Driver:
         return self._load_driver(self._library_path)
 
-    def why_unavailable(self) -> str | None:
-        reason = self._binding.why_unavailable()
+    def unavailable_reason(self) -> str | None:
+        reason = self._binding.unavailable_reason()
         if reason is not None:
             return reason
         try:
@@ -170,7 +170,7 @@ class AcceleratorBackend(Backend):
         return None
 
     def is_available(self) -> bool:
-        return self.why_unavailable() is None
+        return self.unavailable_reason() is None
 
     def num_devices(self) -> int:
         return self._driver.device_count()

@@ -117,7 +117,7 @@ class Backend(ABC):
     def is_available(self) -> bool:
         """Whether driver and torch support are both present. Never raises."""
 
-    def why_unavailable(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """What is missing and what to do about it; None if the backend is available. Never raises."""
         return None if self.is_available() else f"device {self.name!r} is not available"
 

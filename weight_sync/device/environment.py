@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-TELLING = (
+RELEVANT = (
     "ASCEND_", "CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "HCCL_", "HIP_", "HSA_", "KMP_", "MKL_", "NCCL_", "OMP_",
     "PYTORCH_", "RAY_", "RCCL_", "ROCR_", "TANDEM_", "TORCH", "TRITON_", "UCX_", "VLLM_",
 )  # fmt: skip
@@ -67,13 +67,13 @@ def _complaint(var: EnvVar, found: str | None) -> str:
     return f"{var.name} should be {var.value!r}, {got} ({var.why}); set it in `device.env`"
 
 
-def telling_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def relevant_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Those that change how a process computes or communicates, by name: for a record of a run. `HIDDEN` stands for
     values that may be secret."""
     return {
         name: HIDDEN if SECRET.search(name.upper()) or CARRIES_SECRET.search(environ[name]) else environ[name]
         for name in sorted(environ)
-        if name.startswith(TELLING)
+        if name.startswith(RELEVANT)
     }
 
 

@@ -17,7 +17,7 @@ import torch
 
 from weight_sync.device.digest import BLOCK_BYTES, BLOCK_WORDS, digest_bytes, weights_on
 from weight_sync.device.plain import copy_all, require_bytes, require_pairs
-from weight_sync.device.tables import Blocks, MoveKind, Side, collapse, digest_table, fold, tiles_of
+from weight_sync.device.tables import Blocks, MoveKind, Operand, Tiles, collapse, digest_table, fold, tiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -197,10 +197,10 @@ class FusedMover:
         self._kernels = kernels
         self._pairs = require_pairs(pairs)
         self.nbytes = sum(target.numel() * target.element_size() for target, _ in self._pairs)
-        found: dict[MoveKind, list[np.ndarray]] = {}
+        found: Tiles = {}
         rest: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in self._pairs:
-            tiles = _tiles_of_pair(target, source)
+            tiles = _pair_tiles(target, source)
             if tiles is None or not all(kernels.moves_right(kind) for kind in tiles):
                 rest.append((target, source))
                 continue
@@ -236,7 +236,7 @@ def _blocks_on(device: torch.device, blocks: Blocks) -> DeviceBlocks:
     return DeviceBlocks(len(blocks.addresses), *columns)
 
 
-def _tiles_of_pair(target: torch.Tensor, source: torch.Tensor) -> dict[MoveKind, list[np.ndarray]] | None:
+def _pair_tiles(target: torch.Tensor, source: torch.Tensor) -> Tiles | None:
     if source.dtype != target.dtype and not {source.dtype, target.dtype} <= set(_CAST_DTYPES):
         return None
     if source.is_conj() or source.is_neg():
@@ -244,8 +244,8 @@ def _tiles_of_pair(target: torch.Tensor, source: torch.Tensor) -> dict[MoveKind,
     box = collapse(source.shape, source.stride())
     if box is None:
         return None
-    return tiles_of(box, _side(source), _side(target))
+    return tiles_of(box, _operand(source), _operand(target))
 
 
-def _side(tensor: torch.Tensor) -> Side:
-    return Side(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.element_size())
+def _operand(tensor: torch.Tensor) -> Operand:
+    return Operand(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tensor.element_size())

@@ -24,7 +24,7 @@ def get_backend(name: str = "auto", *, cpu_threads: int = 1) -> Backend:
     if name == "auto":
         return next(backend for backend in (build(each, cpu_threads) for each in AUTO_ORDER) if backend.is_available())
     backend = build(name, cpu_threads)
-    reason = backend.why_unavailable()
+    reason = backend.unavailable_reason()
     if reason is not None:
         raise DeviceError(f"device {name!r} was asked for but cannot be used: {reason}")
     return backend

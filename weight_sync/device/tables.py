@@ -84,7 +84,7 @@ def fold(table: DigestTable, mixed: np.ndarray) -> tuple[int, ...]:
     return tuple(mix(totals).tolist())
 
 
-class Side(NamedTuple):
+class Operand(NamedTuple):
     """One end of a copy."""
 
     address: int
@@ -110,7 +110,11 @@ class MoveKind(NamedTuple):
     """Elements per vector."""
 
 
-class Grain(NamedTuple):
+Tiles = dict[MoveKind, list[np.ndarray]]
+"""By kernel: int64[n, 6] tables, one row per tile; the fields are those of `kernels.move_tiles`."""
+
+
+class Chunk(NamedTuple):
     """A way to cut a row into vectors. Counts are of bytes if they are only copied, of elements if they are cast."""
 
     kind: MoveKind
@@ -143,66 +147,66 @@ def collapse(shape: Sequence[int], strides: Sequence[int]) -> Box | None:
             return None
 
 
-def tiles_of(box: Box, source: Side, target: Side) -> dict[MoveKind, list[np.ndarray]] | None:
-    """int64[n, 6] tiles by kernel (fields: see `kernels.move_tiles`), or None if a kernel cannot move this box.
+def tiles_of(box: Box, source: Operand, target: Operand) -> Tiles | None:
+    """Tiles that move a box, or None if no kernel can.
 
-    The widest grain is taken that the alignment of everything allows. A box of one row may begin and end between two
-    vectors: its two ends go in the narrowest grain.
+    The widest chunk is taken that the alignment of everything allows. A box of one row may begin and end between two
+    vectors: its two ends go in the narrowest chunk.
     """
     if source.address % source.itemsize or target.address % target.itemsize:
         return None
     if source.dtype == target.dtype:
         size = source.itemsize
         box = Box(box.rows, box.columns * size, box.stride * size)
-        source, target = Side(source.address, "int8", 1), Side(target.address, "int8", 1)
-        grains = _COPY_GRAINS
+        source, target = Operand(source.address, "int8", 1), Operand(target.address, "int8", 1)
+        chunks = _COPY_CHUNKS
     else:
-        grains = _cast_grains(source, target)
+        chunks = _cast_chunks(source, target)
     if box.rows > 1:
-        grain = next(grain for grain in grains if _fits(grain, box, source, target))
-        if box.columns // grain.span > _MAX_COLUMNS:
+        chunk = next(chunk for chunk in chunks if _fits(chunk, box, source, target))
+        if box.columns // chunk.span > _MAX_COLUMNS:
             return None
-        return {grain.kind: [_cut(grain, box, source, target)]}
-    return _cut_row(grains, box.columns, source, target)
+        return {chunk.kind: [_cut(chunk, box, source, target)]}
+    return _cut_row(chunks, box.columns, source, target)
 
 
-_COPY_GRAINS = (
-    Grain(MoveKind("int64", "int64", 2), 16, 16, 16),
-    *(Grain(MoveKind(f"int{8 * size}", f"int{8 * size}", 1), size, size, size) for size in (8, 4, 2, 1)),
+_COPY_CHUNKS = (
+    Chunk(MoveKind("int64", "int64", 2), 16, 16, 16),
+    *(Chunk(MoveKind(f"int{8 * size}", f"int{8 * size}", 1), size, size, size) for size in (8, 4, 2, 1)),
 )
 
 
-def _cast_grains(source: Side, target: Side) -> tuple[Grain, Grain]:
+def _cast_chunks(source: Operand, target: Operand) -> tuple[Chunk, Chunk]:
     wide, narrow = (MoveKind(source.dtype, target.dtype, width) for width in (_CAST_WIDTH, 1))
     return (
-        Grain(wide, _CAST_WIDTH, ALIGNMENT, ALIGNMENT),
-        Grain(narrow, 1, source.itemsize, target.itemsize),
+        Chunk(wide, _CAST_WIDTH, ALIGNMENT, ALIGNMENT),
+        Chunk(narrow, 1, source.itemsize, target.itemsize),
     )
 
 
-def _fits(grain: Grain, box: Box, source: Side, target: Side) -> bool:
+def _fits(chunk: Chunk, box: Box, source: Operand, target: Operand) -> bool:
     """Whether every row begins aligned and is a whole number of vectors."""
     return (
-        box.columns % grain.span == 0
-        and source.address % grain.source_align == 0
-        and box.stride * source.itemsize % grain.source_align == 0
-        and target.address % grain.target_align == 0
+        box.columns % chunk.span == 0
+        and source.address % chunk.source_align == 0
+        and box.stride * source.itemsize % chunk.source_align == 0
+        and target.address % chunk.target_align == 0
     )
 
 
-def _cut_row(grains: Sequence[Grain], columns: int, source: Side, target: Side) -> dict[MoveKind, list[np.ndarray]]:
+def _cut_row(chunks: Sequence[Chunk], columns: int, source: Operand, target: Operand) -> Tiles:
     """One contiguous row: a head up to where both sides are aligned, a body of whole vectors, a tail."""
-    for grain in grains:
-        heads = (head for head in range(grain.span) if _is_aligned(grain, _after(source, head), _after(target, head)))
+    for chunk in chunks:
+        heads = (head for head in range(chunk.span) if _is_aligned(chunk, _after(source, head), _after(target, head)))
         head = next(heads, None)
-        if head is not None and columns >= head + grain.span:
+        if head is not None and columns >= head + chunk.span:
             break
     else:
-        raise AssertionError("the narrowest grain fits any row")
-    found: dict[MoveKind, list[np.ndarray]] = {}
-    body = (columns - head) // grain.span * grain.span
+        raise AssertionError("the narrowest chunk fits any row")
+    found: Tiles = {}
+    body = (columns - head) // chunk.span * chunk.span
     for part, start, count in (
-        (grains[-1], 0, head), (grain, head, body), (grains[-1], head + body, columns - head - body)
+        (chunks[-1], 0, head), (chunk, head, body), (chunks[-1], head + body, columns - head - body)
     ):  # fmt: skip
         if count > 0:
             tiles = _cut(part, Box(1, count, 0), _after(source, start), _after(target, start))
@@ -210,30 +214,30 @@ def _cut_row(grains: Sequence[Grain], columns: int, source: Side, target: Side) 
     return found
 
 
-def _after(side: Side, count: int) -> Side:
-    return side._replace(address=side.address + count * side.itemsize)
+def _after(operand: Operand, count: int) -> Operand:
+    return operand._replace(address=operand.address + count * operand.itemsize)
 
 
-def _is_aligned(grain: Grain, source: Side, target: Side) -> bool:
-    return source.address % grain.source_align == 0 and target.address % grain.target_align == 0
+def _is_aligned(chunk: Chunk, source: Operand, target: Operand) -> bool:
+    return source.address % chunk.source_align == 0 and target.address % chunk.target_align == 0
 
 
-def _cut(grain: Grain, box: Box, source: Side, target: Side) -> np.ndarray:
+def _cut(chunk: Chunk, box: Box, source: Operand, target: Operand) -> np.ndarray:
     """Tiles of TILE_VECTORS vectors, int64[n, 6]. A tile within one row starts at its own first vector."""
-    columns = box.columns // grain.span
+    columns = box.columns // chunk.span
     total = box.rows * columns
     starts = np.arange(0, total, TILE_VECTORS, dtype=np.int64)
     counts = np.minimum(TILE_VECTORS, total - starts)
     row, begin = np.divmod(starts, columns)
-    row_bytes, vector_bytes = box.stride * source.itemsize, grain.span * source.itemsize
+    row_bytes, vector_bytes = box.stride * source.itemsize, chunk.span * source.itemsize
     wraps = begin + counts > columns
     addresses = source.address + row * row_bytes + np.where(wraps, 0, begin * vector_bytes)
     tiles = np.empty((len(starts), 6), np.int64)
     tiles[:, 0] = addresses
-    tiles[:, 1] = target.address + starts * grain.span * target.itemsize
+    tiles[:, 1] = target.address + starts * chunk.span * target.itemsize
     tiles[:, 2] = np.where(wraps, columns, _MAX_COLUMNS)
     # The kernel counts the stride in elements of its own dtype.
-    tiles[:, 3] = row_bytes * grain.kind.width // vector_bytes
+    tiles[:, 3] = row_bytes * chunk.kind.width // vector_bytes
     tiles[:, 4] = np.where(wraps, begin, 0)
     tiles[:, 5] = counts
     return tiles

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class TorchBinding(Protocol):
     """torch's side of an accelerator. Tests pass their own, which views the fake driver's memory as cpu tensors."""
 
-    def why_unavailable(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """What torch lacks for this device and what to do; None if nothing. Never raises."""
         ...
 
@@ -84,7 +84,7 @@ class CudaBinding:
     def __init__(self, flavour: str) -> None:
         self._flavour = flavour
 
-    def why_unavailable(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         built_for = "rocm" if torch.version.hip is not None else "cuda" if torch.version.cuda is not None else "cpu"
         if built_for != self._flavour:
             return (
@@ -152,7 +152,7 @@ class NpuBinding:
     queues that PER_STREAM_QUEUE gives to single streams.
     """
 
-    def why_unavailable(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         try:
             torch_npu = self._module()
         except (ImportError, OSError) as error:

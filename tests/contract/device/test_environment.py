@@ -145,7 +145,7 @@ def test_engine_defaults_are_arguments_that_vllm_has(backend: Backend) -> None:
 def test_auto_takes_the_first_backend_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     first = next(name for name in AUTO_ORDER if build(name).is_available())
     assert get_backend().name == first
-    monkeypatch.setattr("weight_sync.device.rocm.RocmBackend.why_unavailable", lambda self: None)
+    monkeypatch.setattr("weight_sync.device.rocm.RocmBackend.unavailable_reason", lambda self: None)
     assert get_backend("auto").name == ("cuda" if first == "cuda" else "rocm")
 
 
@@ -169,7 +169,7 @@ def test_a_torch_build_for_rocm_is_rocm_and_not_cuda(
     assert rocm.is_available()
     assert rocm.torch_device == "cuda"
     assert rocm.capabilities().sleep_mode
-    reason = CudaBackend(library=libraries["cuda"]).why_unavailable()
+    reason = CudaBackend(library=libraries["cuda"]).unavailable_reason()
     assert reason is not None
     assert "built for rocm, not for cuda" in reason
     monkeypatch.setattr(torch.version, "hip", "6.3.42134-a9a80e791")

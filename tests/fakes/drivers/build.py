@@ -59,7 +59,7 @@ class HostBinding:
         self.entered: list[int] = []
         """Addresses of the streams that were made torch's current one."""
 
-    def why_unavailable(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         return None
 
     def set_device(self, index: int) -> torch.device:

@@ -17,7 +17,7 @@ from weight_sync.device.tables import (
     TILE_VECTORS,
     Box,
     MoveKind,
-    Side,
+    Operand,
     collapse,
     digest_table,
     fold,
@@ -58,7 +58,7 @@ def replayed(tables: dict[MoveKind, list[np.ndarray]], *, is_copy: bool) -> dict
     return found
 
 
-def wanted(box: Box, source: Side, target: Side, *, is_copy: bool) -> dict[int, int]:
+def wanted(box: Box, source: Operand, target: Operand, *, is_copy: bool) -> dict[int, int]:
     found: dict[int, int] = {}
     for number, (row, column) in enumerate(product(range(box.rows), range(box.columns))):
         at = source.address + (row * box.stride + column) * source.itemsize
@@ -69,7 +69,7 @@ def wanted(box: Box, source: Side, target: Side, *, is_copy: bool) -> dict[int, 
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> tuple[Box, Side, Side]:
+def moves(draw: st.DrawFn) -> tuple[Box, Operand, Operand]:
     source = draw(st.sampled_from(["int8", "bfloat16", "float32", "int64"]))
     target = draw(st.sampled_from([source, "bfloat16", "float32"] if source in {"bfloat16", "float32"} else [source]))
     rows = draw(st.sampled_from([1, 1, 2, 3, 7]))
@@ -77,7 +77,7 @@ def moves(draw: st.DrawFn) -> tuple[Box, Side, Side]:
     stride = columns + draw(st.sampled_from([0, 1, 3, 4, 8, 16, 64]))
     addresses = (draw(st.integers(0, 40)), draw(st.integers(0, 40)))
     ends = [
-        Side(1 << 20 | place * SIZES[dtype], dtype, SIZES[dtype])
+        Operand(1 << 20 | place * SIZES[dtype], dtype, SIZES[dtype])
         for place, dtype in zip(addresses, (source, target), strict=True)
     ]
     return Box(rows, columns, stride), ends[0], ends[1]
@@ -85,7 +85,7 @@ def moves(draw: st.DrawFn) -> tuple[Box, Side, Side]:
 
 @given(move=moves())
 @settings(deadline=None, max_examples=150)
-def test_tiles_move_every_byte_once_and_to_its_place(move: tuple[Box, Side, Side]) -> None:
+def test_tiles_move_every_byte_once_and_to_its_place(move: tuple[Box, Operand, Operand]) -> None:
     box, source, target = move
     is_copy = source.dtype == target.dtype
     tables = tiles_of(box, source, target)
@@ -94,7 +94,7 @@ def test_tiles_move_every_byte_once_and_to_its_place(move: tuple[Box, Side, Side
 
 
 def test_a_row_that_both_sides_begin_off_by_the_same_is_moved_in_wide_vectors_between_its_ends() -> None:
-    tables = tiles_of(Box(1, 1003, 0), Side(4096 + 5, "uint8", 1), Side(8192 + 21, "uint8", 1))
+    tables = tiles_of(Box(1, 1003, 0), Operand(4096 + 5, "uint8", 1), Operand(8192 + 21, "uint8", 1))
     assert tables is not None
     counts = {kind: sum(int(part[:, 5].sum()) for part in parts) for kind, parts in tables.items()}
     assert counts == {MoveKind("int64", "int64", 2): 62, MoveKind("int8", "int8", 1): 11}
@@ -102,7 +102,7 @@ def test_a_row_that_both_sides_begin_off_by_the_same_is_moved_in_wide_vectors_be
 
 def test_one_misaligned_side_narrows_the_vectors_no_more_than_it_must() -> None:
     for shift, bits in ((8, 64), (4, 32), (2, 16), (1, 8)):
-        tables = tiles_of(Box(5, 64, 128), Side(4096, "uint8", 1), Side(8192 + shift, "uint8", 1))
+        tables = tiles_of(Box(5, 64, 128), Operand(4096, "uint8", 1), Operand(8192 + shift, "uint8", 1))
         assert tables is not None
         assert list(tables) == [MoveKind(f"int{bits}", f"int{bits}", 1)]
 
@@ -111,8 +111,8 @@ def test_shards_of_a_model_need_one_kernel() -> None:
     """float32 shards cut along rows and along columns, packed one after another in bfloat16."""
     offset, kinds = 0, set()
     for rows, columns, stride in ((1, 896 * 3584, 0), (1, 3584, 0), (896, 9472, 18944), (128, 1792, 3584)):
-        source = Side((1 << 30) + 4 * offset, "float32", 4)
-        tables = tiles_of(Box(rows, columns, stride), source, Side((1 << 40) + 2 * offset, "bfloat16", 2))
+        source = Operand((1 << 30) + 4 * offset, "float32", 4)
+        tables = tiles_of(Box(rows, columns, stride), source, Operand((1 << 40) + 2 * offset, "bfloat16", 2))
         assert tables is not None
         kinds |= set(tables)
         offset += rows * columns
@@ -120,7 +120,7 @@ def test_shards_of_a_model_need_one_kernel() -> None:
 
 
 def test_rows_too_long_for_the_kernels_counters_are_left_to_torch() -> None:
-    sides = Side(1 << 20, "int8", 1), Side(1 << 50, "int8", 1)
+    sides = Operand(1 << 20, "int8", 1), Operand(1 << 50, "int8", 1)
     columns = 17 << 31
     assert tiles_of(Box(2, columns, columns + 16), *sides) is None
     one_row = tiles_of(Box(1, columns, 0), *sides)

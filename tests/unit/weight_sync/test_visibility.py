@@ -80,7 +80,7 @@ def test_nothing_is_done_and_ray_is_not_asked_where_ray_shows_the_devices_itself
 
 def test_a_learner_knows_its_device_before_the_driver_is_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
-    monkeypatch.setattr(RocmBackend, "why_unavailable", lambda _: asked.append(os.environ.get(HIP)))
+    monkeypatch.setattr(RocmBackend, "unavailable_reason", lambda _: asked.append(os.environ.get(HIP)))
     monkeypatch.setattr(learner_module, "ray", fake_ray(["3"]))
     worker = LearnerActor(config(device={"name": "rocm"}), rank=0, world_size=1)
     with pytest.raises(DeviceError, match="RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES must be '1'"):
