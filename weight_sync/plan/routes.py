@@ -26,13 +26,17 @@ itself, each starting at another one, and all links are full.
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    K = TypeVar("K")
+    T = TypeVar("T")
 
 
 RelayMode = Literal["auto", "off"]
@@ -78,75 +82,104 @@ def plan_routes(
     Example: `plan_routes({0: "x"}, [Party(name="A/0", worker=0, node="x"), Party(name="B/0", worker=0, node="x")],
     {0: [0]}, relay="auto")` -> `{"A/0": {0: None}, "B/0": {0: "A/0"}}`.
     """
-    _check(publishers, receivers, sources)
-    nodes = list(dict.fromkeys(party.node for party in receivers))
+    ranks_of = {worker: sorted(set(sources.get(worker, ()))) for worker in {party.worker for party in receivers}}
+    _check(publishers, receivers, sources, ranks_of)
+    residents = _by(receivers, lambda party: party.node)
+    neighbours = _by(publishers, lambda rank: publishers[rank])
     routes: Routes = {party.name: {} for party in receivers}
-    for place, node in enumerate(nodes):
-        residents = [party for party in receivers if party.node == node]
-        distant = {rank for rank, home in publishers.items() if home != node}
-        relayed = set[int]() if relay == "off" else distant | _overloaded(residents, sources)
-        workers = sorted({party.worker for party in residents})
-        for nth, worker in enumerate(workers):
-            team = [party for party in residents if party.worker == worker]
-            ranks = sorted(set(sources[worker]))
+    for place, (node, parties) in enumerate(residents.items()):
+        teams = dict(sorted(_by(parties, lambda party: party.worker).items()))
+        crowds = {worker: len(team) for worker, team in teams.items()}
+        near = neighbours.get(node, [])
+        direct = set(publishers) if relay == "off" else set(near) - _overloaded(near, crowds, ranks_of)
+        for nth, (worker, team) in enumerate(teams.items()):
+            ranks = ranks_of[worker]
             ring = [party.name for party in team if party.relays]
             loners = [party.name for party in team if not party.relays]
-            num_groups = min(len(ring), max(1, len(ranks) // len(workers))) if relayed & set(ranks) else len(ring)
-            shift = Fraction(place, len(nodes))
-            for names, groups, chained in ((ring, num_groups, relayed), (loners, len(loners), set[int]())):
-                starts = _starts(len(ranks), groups, shift=shift, turn=nth)
-                routes |= _walk_ring(names, ranks, starts=starts, relayed=chained)
+            unshared = direct.intersection(ranks)
+            is_relayed = len(unshared) < len(ranks)
+            num_groups = min(len(ring), max(1, len(ranks) // len(teams))) if is_relayed else len(ring)
+            for names, groups, alone in ((ring, num_groups, unshared), (loners, len(loners), ranks)):
+                starts = _starts(len(ranks), groups, shift=(place, len(residents)), turn=nth)
+                routes |= _walk_ring(names, ranks, starts=starts, direct=alone)
     return routes
 
 
-def _check(publishers: Mapping[int, str], receivers: Sequence[Party], sources: Mapping[int, Sequence[int]]) -> None:
-    names = [party.name for party in receivers]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+def _by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Items by their key, both in the order in which they come."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def _check(
+    publishers: Mapping[int, str],
+    receivers: Sequence[Party],
+    sources: Mapping[int, Sequence[int]],
+    ranks_of: Mapping[int, Sequence[int]],
+) -> None:
+    if twice := sorted(name for name, n in Counter(party.name for party in receivers).items() if n > 1):
         raise ValueError(f"receivers must have names of their own, got {', '.join(twice)} more than once")
-    if silent := sorted({party.worker for party in receivers} - sources.keys()):
+    if silent := sorted(ranks_of.keys() - sources.keys()):
         raise ValueError(f"sources must name every worker index of the receivers, got {sorted(sources)}, not {silent}")
-    wanted = {rank for party in receivers for rank in sources[party.worker]}
-    if unknown := sorted(wanted - publishers.keys()):
+    if unknown := sorted({rank for ranks in ranks_of.values() for rank in ranks} - publishers.keys()):
         raise ValueError(f"sources must be publishers {sorted(publishers)}, got also {unknown}")
 
 
-def _overloaded(residents: Sequence[Party], sources: Mapping[int, Sequence[int]]) -> set[int]:
-    """Learners from which the receivers of a node together read more than one receiver's whole pull."""
-    load: dict[int, Fraction] = {}
-    for party in residents:
-        ranks = set(sources[party.worker])
-        for rank in ranks:
-            load[rank] = load.get(rank, Fraction(0)) + Fraction(1, len(ranks))
+def _overloaded(near: Iterable[int], crowds: Mapping[int, int], ranks_of: Mapping[int, Sequence[int]]) -> set[int]:
+    """Learners of a node from which its receivers together read more than one receiver's whole pull.
+
+    Args:
+        near: the learners of the node.
+        crowds: worker index -> its receivers on the node.
+    """
+    load = dict.fromkeys(near, Fraction(0))
+    for worker, num_receivers in crowds.items():
+        ranks = ranks_of[worker]
+        for rank in load.keys() & set(ranks):
+            load[rank] += Fraction(num_receivers, len(ranks))
     return {rank for rank, wanted in load.items() if wanted > 1}
 
 
-def _starts(num_sources: int, num_groups: int, *, shift: Fraction, turn: int) -> list[int]:
+def _starts(num_sources: int, num_groups: int, *, shift: tuple[int, int], turn: int) -> list[int]:
     """Index of the source that each group of a ring begins with, evenly spread, falling along the ring.
 
     Falling, so that what a group begins with is what the next group on the ring comes to a little later. Node and
-    worker index move all of them, so that heads of different rings begin at different learners.
+    worker index move all of them, so that heads of different rings begin at different learners. `shift`: which node,
+    of how many.
     """
+    node, num_nodes = shift
     return [
-        (int((group + shift) * num_sources / num_groups) + turn) % num_sources if num_sources else 0
+        ((group * num_nodes + node) * num_sources // (num_groups * num_nodes) + turn) % num_sources
+        if num_sources
+        else 0
         for group in reversed(range(num_groups))
     ]
 
 
-def _walk_ring(ring: Sequence[str], ranks: Sequence[int], *, starts: Sequence[int], relayed: set[int]) -> Routes:
-    """Routes of one ring: `starts[g]` is where group `g` begins; groups follow each other along the ring."""
+def _walk_ring(ring: Sequence[str], ranks: Sequence[int], *, starts: Sequence[int], direct: Collection[int]) -> Routes:
+    """Routes of one ring: `starts[g]` is where group `g` begins; groups follow each other along the ring.
+
+    Args:
+        direct: those of `ranks` that everyone reads from the learner itself.
+    """
     size, count = len(ring), len(ranks)
-    groups = [place * len(starts) // size for place in range(size)]
+    if size == 1 or len(direct) == count:  # nothing is handed on
+        return {name: dict.fromkeys(_from(ranks, start)) for name, start in zip(ring, starts, strict=True)}
     routes: Routes = {}
     for place, name in enumerate(ring):
-        start = starts[groups[place]]
-        is_head = place == 0 or groups[place] != groups[place - 1]
-        route: dict[int, str | None] = {}
-        for step in range(count):
-            index = (start + step) % count
+        group = place * len(starts) // size
+        order = _from(ranks, starts[group])
+        route: dict[int, str | None] = dict.fromkeys(order, ring[place - 1])
+        route.update(dict.fromkeys(direct))
+        if place == 0 or group != (place - 1) * len(starts) // size:
             # A source enters at the head of the group that comes to it first; to everyone else it comes along the ring.
-            first = min((index - each) % count for each in starts)
-            enters = is_head and step == first
-            rank = ranks[index]
-            route[rank] = None if enters or rank not in relayed else ring[place - 1]
+            # Starts fall along the ring, so the next one up is that of the group before.
+            route.update(dict.fromkeys(order[: (starts[group - 1] - starts[group] - 1) % count + 1]))
         routes[name] = route
     return routes
+
+
+def _from(ranks: Sequence[int], start: int) -> list[int]:
+    return [*ranks[start:], *ranks[:start]]

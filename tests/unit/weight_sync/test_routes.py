@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from itertools import pairwise
 
@@ -144,6 +145,29 @@ def test_nodes_begin_at_different_learners() -> None:
         assert len(set(fetched)) == 8, "8 receivers fetch from 8 learners at any time"
     for name, route in routes.items():
         assert [other is None for other in route.values()] == [True] * 4 + [False] * 4, name
+
+
+@small
+@given(worlds(), st.data())
+def test_those_who_stay_read_from_nobody_who_left(world, data) -> None:
+    publishers, receivers, sources = world
+    stay = [party for party in receivers if data.draw(st.booleans())]
+    routes = plan_routes(publishers, stay, sources, relay="auto")
+    assert {other for route in routes.values() for other in route.values() if other} <= {party.name for party in stay}
+    assert {name: sorted(route) for name, route in routes.items()} == {
+        party.name: sorted(set(sources[party.worker])) for party in stay
+    }
+
+
+@pytest.mark.parametrize("num_nodes", [512, 1], ids=["a node for each replica", "one node"])
+def test_512_replicas_of_8_workers_are_routed_to_1024_learners_in_seconds(num_nodes: int) -> None:
+    publishers = {rank: f"learners{rank // 8}" for rank in range(1024)}
+    receivers = [party for node in range(num_nodes) for party in team(512 // num_nodes, 8, f"engines{node}")]
+    started = time.process_time()
+    routes = plan_routes(publishers, receivers, dict.fromkeys(range(8), range(1024)), relay="auto")
+    assert time.process_time() - started < 4.0
+    assert len(routes) == 4096
+    assert all(route.keys() == publishers.keys() for route in routes.values())
 
 
 def simulate(routes: Routes, num_publishers: int, pieces: int) -> int:
