@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import weakref
 from abc import abstractmethod
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weight_sync.device.base import Backend, Capabilities, IpcHandle, PersistentBlock, Role
+from weight_sync.device.collectives import nccl_group
 from weight_sync.device.digest import digest_bytes
-from weight_sync.device.driver import CopyKind, Driver, DriverCallError
-from weight_sync.device.environment import EnvVar, missing_variables
+from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError
+from weight_sync.device.environment import EnvVar, is_true, missing_variables
 from weight_sync.device.fused import FusedDigester, FusedKernels, FusedMover
 from weight_sync.device.plain import bytes_to_copy, require_size
 from weight_sync.device.process import describe_self, is_self, require_alive
+from weight_sync.device.torch_binding import CudaBinding, TorchBinding
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
 
     from weight_sync.device.base import Digester, Mover
     from weight_sync.device.collectives import PairGroup
-    from weight_sync.device.torch_binding import TorchBinding
 
 
 class DriverBlock:
@@ -113,6 +115,13 @@ class DriverBlock:
 
 log = logging.getLogger(__name__)
 
+ENGINE_SPAWNS = EnvVar(
+    name="VLLM_WORKER_MULTIPROC_METHOD",
+    value="spawn",
+    why="a process forked after the device was initialised cannot use it",
+)
+"""Every engine with a device context needs it."""
+
 _GRANULE = 2 * 1024 * 1024
 """Allocations are rounded up to this: drivers cut smaller ones out of a shared page, and IPC shares whole pages."""
 
@@ -135,13 +144,16 @@ class AcceleratorStream:
 
 
 class AcceleratorBackend(Backend):
-    """Shared mechanics. A subclass names its words, its library, its environment and its engine arguments."""
+    """Shared mechanics. A subclass names its words, its library, its environment and its engine arguments.
+
+    `library` replaces the vendor's runtime library and `binding` torch's support of it; both are for tests.
+    """
 
     _ipc_hint = ""
     """What to check when another process's block cannot be opened."""
 
-    def __init__(self, binding: TorchBinding, *, library: str | None = None) -> None:
-        self._binding = binding
+    def __init__(self, *, library: str | None = None, binding: TorchBinding | None = None) -> None:
+        self._binding = self._make_binding() if binding is None else binding
         self._library_path = library
         self._pinned_index: int | None = None
         self._idle_streams: defaultdict[int, deque[Any]] = defaultdict(deque)
@@ -152,12 +164,20 @@ class AcceleratorBackend(Backend):
         """By device: the kernels, or why there are none."""
 
     @abstractmethod
-    def _load_driver(self, library: str | None) -> Driver:
-        """Load the vendor's library (from `library` if given). Raises DeviceError if it cannot be found."""
+    def _make_binding(self) -> TorchBinding: ...
+
+    @abstractmethod
+    def _load_library(self) -> ctypes.CDLL:
+        """Load the vendor's runtime library. Raises DeviceError if it cannot be found."""
+
+    @abstractmethod
+    def _make_driver(self, library: ctypes.CDLL) -> Driver: ...
 
     @cached_property
     def _driver(self) -> Driver:
-        return self._load_driver(self._library_path)
+        return self._make_driver(
+            self._load_library() if self._library_path is None else ctypes.CDLL(self._library_path)
+        )
 
     def unavailable_reason(self) -> str | None:
         reason = self._binding.unavailable_reason()
@@ -187,6 +207,12 @@ class AcceleratorBackend(Backend):
                     f"{self.visible_devices_var} is {visible!r}, so this {role} sees no device; ask Ray for one "
                     f"(resource {self.ray_resource!r}) or unset the variable"
                 )
+        unset = f"RAY_EXPERIMENTAL_NOSET_{self.visible_devices_var}"
+        if self.ray_shows_devices and is_true(environ.get(unset)):
+            problems.append(
+                f"{unset} is set, so every learner and engine would see all devices and take device 0; "
+                "unset it before `ray start`"
+            )
         return problems
 
     def device_name(self) -> str:
@@ -403,20 +429,30 @@ class AcceleratorBackend(Backend):
         return index
 
 
-def cuda_like_identity(index: int) -> str:
-    """torch's UUID of a device that it calls "cuda"; empty where it knows none."""
-    if not torch.cuda.is_available():
-        return ""
-    return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+class CudaLikeBackend(AcceleratorBackend):
+    """CUDA, and ROCm: torch calls both "cuda", the runtime libraries share their calls, RCCL answers to NCCL's name."""
 
+    torch_device = "cuda"
+    ray_resource = "GPU"
+    # gloo beside nccl: CPU offload and asynchronous checkpoints put host tensors through collectives.
+    collective = "cpu:gloo,cuda:nccl"
+    _call_prefix: str
+    """Of the runtime library's calls."""
 
-def cuda_like_env() -> EnvVar:
-    """The one variable every engine with a device context needs."""
-    return EnvVar(
-        name="VLLM_WORKER_MULTIPROC_METHOD",
-        value="spawn",
-        why="a process forked after the device was initialised cannot use it",
-    )
+    def _make_binding(self) -> TorchBinding:
+        return CudaBinding(self.name)
+
+    def _make_driver(self, library: ctypes.CDLL) -> Driver:
+        return CudaLikeDriver(library, self._call_prefix)
+
+    def device_identity(self) -> str:
+        index = self._enter()
+        if not torch.cuda.is_available():
+            return ""
+        return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+
+    def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
+        return nccl_group(store, rank=rank, timeout_s=timeout_s, device=device)
 
 
 def _copy_kind(dst: torch.Tensor, src: torch.Tensor) -> CopyKind:

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env
+from weight_sync.device.accelerator import ENGINE_SPAWNS, AcceleratorBackend
 from weight_sync.device.base import Capabilities, Role
 from weight_sync.device.collectives import PairGroup, hccl_group
 from weight_sync.device.driver import AclDriver
-from weight_sync.device.environment import EnvVar, is_true
+from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
 from weight_sync.device.torch_binding import NpuBinding, TorchBinding
 
 if TYPE_CHECKING:
+    import ctypes
+
     import torch
     from torch.distributed.distributed_c10d import Store
 
     from weight_sync.device.fused import FusedKernels
 
-_NOSET = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
 _CONNECT_TIMEOUT_S = (120, 7200)
 """What HCCL accepts."""
 
 
 class NpuBackend(AcceleratorBackend):
-    """Ascend. `library` replaces libascendcl and `binding` replaces torch_npu; both are for tests."""
+    """Ascend."""
 
     name = "npu"
     torch_device = "npu"
@@ -39,14 +39,15 @@ class NpuBackend(AcceleratorBackend):
         "processes must run on the same host as the same user"
     )
 
-    def __init__(self, *, library: str | None = None, binding: TorchBinding | None = None) -> None:
-        super().__init__(NpuBinding() if binding is None else binding, library=library)
+    def _make_binding(self) -> TorchBinding:
+        return NpuBinding()
 
-    def _load_driver(self, library: str | None) -> AclDriver:
-        if library is not None:
-            return AclDriver(ctypes.CDLL(library))
+    def _make_driver(self, library: ctypes.CDLL) -> AclDriver:
+        return AclDriver(library)
+
+    def _load_library(self) -> ctypes.CDLL:
         home = Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest"))
-        return AclDriver(load_library("libascendcl", installed=[home / "lib64" / "libascendcl.so"]))
+        return load_library("libascendcl", installed=[home / "lib64" / "libascendcl.so"])
 
     def capabilities(self) -> Capabilities:
         # A driver without the library may head a cluster of others: it asks for what does not depend on it.
@@ -82,15 +83,10 @@ class NpuBackend(AcceleratorBackend):
             value="0",
             why="vllm-ascend would keep weights in the FRACTAL_NZ layout, which cannot be written row by row",
         )
-        return (*collective, layout, cuda_like_env())
+        return (*collective, layout, ENGINE_SPAWNS)
 
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         problems = super().check_env(role, environ)
-        if is_true(environ.get(_NOSET)):
-            problems.append(
-                f"{_NOSET} is set, so every learner and engine would see all devices and take device 0; "
-                "unset it before `ray start`"
-            )
         if role == "driver":
             return problems
         timeout = environ.get("HCCL_CONNECT_TIMEOUT")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 from pathlib import Path
@@ -10,48 +9,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weight_sync.device.accelerator import AcceleratorBackend, cuda_like_env, cuda_like_identity
+from weight_sync.device.accelerator import ENGINE_SPAWNS, CudaLikeBackend
 from weight_sync.device.base import Capabilities, Role
-from weight_sync.device.collectives import PairGroup, nccl_group
-from weight_sync.device.driver import CudaLikeDriver
 from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
-from weight_sync.device.torch_binding import CudaBinding, TorchBinding
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    import ctypes
 
 _SLEEP_MODE_SINCE = (6, 4)
 """ROCm 6.3.4 has it too, but torch only knows HIP's version, which does not tell 6.3.4 from 6.3.0."""
 _CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-class RocmBackend(AcceleratorBackend):
-    """AMD. torch calls these devices "cuda". `library` replaces libamdhip64 and `binding` replaces torch.cuda."""
+class RocmBackend(CudaLikeBackend):
+    """AMD."""
 
     name = "rocm"
-    torch_device = "cuda"
-    ray_resource = "GPU"
     visible_devices_var = "HIP_VISIBLE_DEVICES"
     ray_shows_devices = False  # it must not, see `process_env`
     visible_devices_alias = "CUDA_VISIBLE_DEVICES"
-    # RCCL answers to NCCL's name.
-    collective = "cpu:gloo,cuda:nccl"
+    _call_prefix = "hip"
     _ipc_hint = (
         "a HIP handle carries the exporter's device ordinal, so every process must see all devices of the host "
         "(HIP_VISIBLE_DEVICES with its own device first), run as the same user and share /dev/kfd and /dev/dri"
     )
 
-    def __init__(self, *, library: str | None = None, binding: TorchBinding | None = None) -> None:
-        super().__init__(CudaBinding("rocm") if binding is None else binding, library=library)
-
-    def _load_driver(self, library: str | None) -> CudaLikeDriver:
-        if library is not None:
-            return CudaLikeDriver(ctypes.CDLL(library), "hip")
+    def _load_library(self) -> ctypes.CDLL:
         torch_lib = Path(torch.__file__).parent / "lib"
         rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm"))
         installed = [torch_lib / "libamdhip64.so", *sorted((rocm / "lib").glob("libamdhip64.so*"))]
-        return CudaLikeDriver(load_library("libamdhip64", installed=installed), "hip")
+        return load_library("libamdhip64", installed=installed)
 
     def capabilities(self) -> Capabilities:
         # A driver whose torch is for something else does not know what its nodes have.
@@ -62,12 +50,6 @@ class RocmBackend(AcceleratorBackend):
         """All devices, own ones first: a HIP IPC handle names the exporter's device, which must be visible."""
         others = (index for index in range(num_devices) if index not in own)
         return ",".join(str(index) for index in (*own, *others))
-
-    def device_identity(self) -> str:
-        return cuda_like_identity(self._enter())
-
-    def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
-        return nccl_group(store, rank=rank, timeout_s=timeout_s, device=device)
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         noset = tuple(
@@ -86,7 +68,7 @@ class RocmBackend(AcceleratorBackend):
             value="1",
             why="without it the first collective fails with ncclSystemError on MI300X; read when HIP starts",
         )
-        return (*noset, scratch) if role == "learner" else (*noset, scratch, cuda_like_env())
+        return (*noset, scratch) if role == "learner" else (*noset, scratch, ENGINE_SPAWNS)
 
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         problems = super().check_env(role, environ)

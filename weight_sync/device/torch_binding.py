@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,58 +12,70 @@ from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
 
-class TorchBinding(Protocol):
+class TorchBinding(ABC):
     """torch's side of an accelerator. Tests pass their own, which views the fake driver's memory as cpu tensors."""
 
+    @abstractmethod
     def unavailable_reason(self) -> str | None:
         """What torch lacks for this device and what to do; None if nothing. Never raises."""
-        ...
+
+    @abstractmethod
+    def _runtime(self) -> Any:
+        """torch's module for this device, initialised."""
+
+    @abstractmethod
+    def _device(self, index: int) -> torch.device: ...
 
     def set_device(self, index: int) -> torch.device:
         """Make `index` torch's device in this thread, with its context created, and return torch's name for it."""
-        ...
+        self._runtime().set_device(index)
+        return self._device(index)
 
     def current_device(self) -> int:
         """torch's device in this thread, with its context created."""
-        ...
+        return self._runtime().current_device()
 
+    @abstractmethod
     def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
         """uint8[nbytes] over memory that stays the driver's."""
-        ...
 
+    @abstractmethod
     def new_stream(self, index: int, create: Callable[[], int]) -> Any:
         """torch's object for a stream of device `index`, beside those in use. It lives as long as the process.
 
         `create` makes a stream of the driver's and returns its address, for a torch that can be given one.
         """
-        ...
 
+    @abstractmethod
     def address_of(self, stream: Any) -> int:
         """Address of a stream from `new_stream`. What torch has queued for it on the host goes to the driver first."""
-        ...
 
     def current_stream(self) -> int:
         """Address of torch's current stream, as by `address_of`."""
-        ...
+        return self.address_of(self._runtime().current_stream())
 
-    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+    @contextmanager
+    def use_stream(self, stream: Any) -> Iterator[None]:
         """torch operations inside run on `stream`, which is from `new_stream`; they are the driver's when it ends."""
-        ...
+        with self._runtime().stream(stream):
+            try:
+                yield
+            finally:
+                self.address_of(stream)
 
+    @abstractmethod
     def flush(self, index: int) -> None:
         """All that torch has queued on the host for device `index` goes to the driver. May wait until it is done."""
-        ...
 
     def release_cached(self) -> None:
         """Give the memory that torch caches but does not use back to the driver."""
-        ...
+        self._runtime().empty_cache()
 
     def device_name(self, index: int) -> str:
         """What the vendor calls the device."""
-        ...
+        return self._runtime().get_device_name(index)
 
 
 class _ArrayView:
@@ -78,7 +91,7 @@ class _ArrayView:
         }
 
 
-class CudaBinding:
+class CudaBinding(TorchBinding):
     """torch.cuda, which is also the name of torch's ROCm support; `flavour` is the build that must be there."""
 
     def __init__(self, flavour: str) -> None:
@@ -98,17 +111,8 @@ class CudaBinding:
             )
         return None
 
-    def set_device(self, index: int) -> torch.device:
-        torch.cuda.init()
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-
-    def current_device(self) -> int:
-        torch.cuda.init()
-        return torch.cuda.current_device()
-
     def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
-        device = torch.device("cuda", index)
+        device = self._device(index)
         # torch asks the driver where a pointer lives and copies if that is another device: ask about one byte, a block
         # may be larger than what is free here.
         if torch.as_tensor(_ArrayView(pointer, 1), device=device).data_ptr() == pointer:
@@ -120,28 +124,23 @@ class CudaBinding:
 
     def new_stream(self, index: int, create: Callable[[], int]) -> Any:
         # The driver's: torch hands its own out in turn, so others, NCCL's among them, would get the same ones.
-        return torch.cuda.ExternalStream(create(), device=torch.device("cuda", index))
+        return torch.cuda.ExternalStream(create(), device=self._device(index))
 
     def address_of(self, stream: Any) -> int:
         return stream.cuda_stream
 
-    def current_stream(self) -> int:
-        return torch.cuda.current_stream().cuda_stream
-
-    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
-
     def flush(self, index: int) -> None:
         """Nothing to do: torch calls the driver at once."""
 
-    def release_cached(self) -> None:
-        torch.cuda.empty_cache()
+    def _runtime(self) -> Any:
+        torch.cuda.init()
+        return torch.cuda
 
-    def device_name(self, index: int) -> str:
-        return torch.cuda.get_device_name(index)
+    def _device(self, index: int) -> torch.device:
+        return torch.device("cuda", index)
 
 
-class NpuBinding:
+class NpuBinding(TorchBinding):
     """torch_npu. Never run on hardware.
 
     There is no array interface for this device; torch_npu's own constructors are used, because a plain torch storage
@@ -160,13 +159,6 @@ class NpuBinding:
         if not torch_npu.npu.is_available():
             return "torch_npu finds no device; check npu-smi and ASCEND_RT_VISIBLE_DEVICES"
         return None
-
-    def set_device(self, index: int) -> torch.device:
-        self._npu().set_device(index)
-        return self._device(index)
-
-    def current_device(self) -> int:
-        return self._npu().current_device()
 
     def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
         torch_npu, device = self._module(), self._device(index)
@@ -187,7 +179,7 @@ class NpuBinding:
     def new_stream(self, index: int, create: Callable[[], int]) -> Any:
         # torch_npu's own: it takes none of the driver's (ExternalStream is missing from most releases, and where it is
         # there it cannot be waited for). They come from a pool, so others may get the same ones; that costs time only.
-        return self._npu().Stream(device=self._device(index))
+        return self._runtime().Stream(device=self._device(index))
 
     def address_of(self, stream: Any) -> int:
         address = stream.npu_stream
@@ -197,27 +189,10 @@ class NpuBinding:
             )
         return address
 
-    def current_stream(self) -> int:
-        return self.address_of(self._npu().current_stream())
-
-    @contextmanager
-    def use_stream(self, stream: Any) -> Iterator[None]:
-        with self._npu().stream(stream):
-            try:
-                yield
-            finally:
-                self.address_of(stream)
-
     def flush(self, index: int) -> None:
-        self._npu().synchronize(self._device(index))
+        self._runtime().synchronize(self._device(index))
 
-    def release_cached(self) -> None:
-        self._npu().empty_cache()
-
-    def device_name(self, index: int) -> str:
-        return self._npu().get_device_name(index)
-
-    def _npu(self) -> Any:
+    def _runtime(self) -> Any:
         npu = self._module().npu
         npu.init()
         return npu

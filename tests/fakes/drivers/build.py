@@ -6,7 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,10 @@ from weight_sync.device.cpu import CpuBackend
 from weight_sync.device.cuda import CudaBackend
 from weight_sync.device.npu import NpuBackend
 from weight_sync.device.rocm import RocmBackend
+from weight_sync.device.torch_binding import TorchBinding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from weight_sync.device.base import Backend
 
@@ -49,7 +50,7 @@ class HostStream:
     address: int
 
 
-class HostBinding:
+class HostBinding(TorchBinding):
     """torch's side of a fake cuda or rocm: its "device memory" is host memory, seen as a cpu tensor."""
 
     def __init__(self) -> None:
@@ -62,9 +63,15 @@ class HostBinding:
     def unavailable_reason(self) -> str | None:
         return None
 
+    def _runtime(self) -> Any:
+        raise AssertionError("there is no torch module for this device")
+
+    def _device(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
     def set_device(self, index: int) -> torch.device:
         self._local.index = index
-        return torch.device("cpu")
+        return self._device(index)
 
     def current_device(self) -> int:
         return getattr(self._local, "index", 0)
@@ -81,9 +88,10 @@ class HostBinding:
     def current_stream(self) -> int:
         return 0
 
-    def use_stream(self, stream: HostStream) -> AbstractContextManager[Any]:
+    @contextmanager
+    def use_stream(self, stream: HostStream) -> Iterator[None]:
         self.entered.append(stream.address)
-        return nullcontext()
+        yield
 
     def flush(self, index: int) -> None:
         pass
