@@ -1,41 +1,40 @@
-"""The control line: a server on each party, and the clients that ask it, authenticated per run.
+"""The control line: a server on each party, and the clients that ask it. Only holders of the run's keys get in.
 
     receiver (DEALER)                              publisher (ROUTER, its own thread)
-      hello(nonce) ─────────────────────────────────> welcome(session)
-      lease(version, worker, ttl) ──────────────────> lease(slot, generation, digests of this worker's runs) or pending
+      lease(version, worker, ttl) ──────────────────> granted(slot, generation, digests of this worker's runs) | pending
       renew(lease, ttl) ────────────────────────────> renewed
       release(lease, slot, generation) ─────────────> released(intact?)
       drop() ───────────────────────────────────────> dropped
 
-    coordinator (DEALER)                           receiver (ROUTER, its own thread)
-      prefetch(version, deadline) ──────────────────> progress(done?)
-      poll(version) ────────────────────────────────> progress(done?) or the error that ended it
+    coordinator (one ROUTER for all workers)       receiver (ROUTER, its own thread)
+      prefetch(version, deadline) ──────────────────> arrived, once it has; or the error that ended the pull
       link(routes) ─────────────────────────────────> linked
+      ping ─────────────────────────────────────────> pong, immediately whatever else the worker does
 
-Every message is one frame, msgpack(Envelope) + HMAC-SHA256 under the secret of the run. (One, not two: cut off in
-the middle of a message of several frames, libzmq was seen to end the sending process, in session_base.cpp.) An envelope
-names run, epoch, sender, session, a sequence number that grows with every frame and a request id that a retry keeps: a
-repeated frame is refused, a repeated request is answered from memory and not executed again. The server binds an
-ephemeral port and tells it (`endpoint`), so no two processes ever have to compute the same name. Frames that are
-malformed, too large or not authentic are counted and get no answer.
+Lines are encrypted and authenticated by CurveZMQ. Every server makes a key pair of its own and returns the public half
+when it is opened, so a client speaks to exactly that process, never to another one on a reused port. Clients use the
+key pair of the run (`RunKeys`), the only one that a server accepts. Without the server's key a stranger does not get
+past the handshake, which libzmq ends after `HANDSHAKE_S`; a recorded frame cannot be replayed into another connection.
 
-Lines are encrypted (CurveZMQ), and the server's key follows from the secret of the run. Who does not know it does not
-get past the handshake: libzmq keeps the parts of a message until the last one has come, and no option bounds that.
+A message is one frame, msgpack. (libzmq ends a process on some messages of several frames that are cut off.) A request
+has an epoch, the name of its sender and an id. It is sent again until it is answered, under the same id: every request
+may be executed twice. A server keeps nothing about a client but the requests that wait for their answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
+import itertools
 import logging
-import secrets
+import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import zmq
@@ -46,11 +45,13 @@ from weight_sync.errors import PublisherLost, StaleEpoch, WeightSyncError
 from weight_sync.messages import (
     Answer,
     Envelope,
-    Hello,
+    PeerAddress,
+    Ping,
+    Pong,
     Refused,
     Request,
     Response,
-    Welcome,
+    RunKeys,
     decode,
     decode_typed,
     make_error,
@@ -62,284 +63,197 @@ MAX_REQUEST_BYTES = 1024 * 1024
 """A receiver that reads run by run names each of its runs; a 70B model has some thousands."""
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 """A lease answer carries one 64-bit digest per run."""
-MAX_SESSIONS = 4096
-ANSWERS_KEPT = 16
-"""Answers remembered per session, for retries."""
-MAC_BYTES = 32
 HANDSHAKE_S = 5.0
-"""A line that has not shown its key by then is closed."""
+"""A connection that has not shown its key by then is closed."""
+HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 2.0, 10.0
+"""Connections to hosts that vanished are closed after this time."""
+RESEND_S = 1.0
+CHECK_S = 0.05
+"""Interval at which a waiting client calls its `check`."""
+ZAP = "inproc://zeromq.zap.01"
+"""Where libzmq asks whether a client's key is allowed (RFC 27)."""
+
+R = TypeVar("R")
+Clock = Callable[[], float]
+Check = Callable[[], None]
+Handler = Callable[[str, Request], "Response | Future[Response]"]
+"""(sender, request) -> response, or a future of it. Must not block: the thread answers everyone. What it raises, or the
+future, reaches the client as `Refused`; errors of this package keep their type."""
 
 
-Handler = Callable[[str, Request], Response]
-"""(sender, request) -> response. May raise WeightSyncError or ValueError, which the asker gets as `Refused`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Membership:
-    """Which conversation a frame belongs to. `secret` stays out of logs."""
-
-    run_id: str
-    epoch: int
-    secret: bytes = field(repr=False)
-
-    def seal(self, direction: bytes, payload: bytes) -> bytes:
-        """A frame: the payload and its signature. `direction` keeps an answer from being reflected as a question."""
-        return payload + self._sign(direction, payload)
-
-    def open(self, direction: bytes, frame: bytes) -> bytes | None:
-        """The payload of a frame; None if it is not authentic."""
-        payload, mac = frame[:-MAC_BYTES], frame[-MAC_BYTES:]
-        return payload if hmac.compare_digest(self._sign(direction, payload), mac) else None
-
-    def server_keys(self) -> tuple[bytes, bytes]:
-        """(public, secret) of the lines to servers of this run, as Z85 text."""
-        secret = zmq.utils.z85.encode(hmac.digest(self.secret, b"server of weight sync", "sha256"))
-        return zmq.curve_public(secret), secret
-
-    def _sign(self, direction: bytes, payload: bytes) -> bytes:
-        return hmac.digest(self.secret, direction + payload, "sha256")
-
-
-QUESTION, ANSWER = b"Q", b"A"
-
-
-@dataclass(slots=True)
-class Session:
-    last_seq: int = 0
-    answers: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
+def make_run_keys(run_id: str) -> RunKeys:
+    """
+    Raises:
+        WeightSyncError: this libzmq was built without CURVE.
+    """
+    if not zmq.has("curve"):
+        raise WeightSyncError("libzmq has no CURVE encryption; install pyzmq from PyPI, whose wheels have it")
+    public, secret = zmq.curve_keypair()
+    return RunKeys(run_id=run_id, public=public, secret=secret)
 
 
 class ControlServer:
-    """Answers receivers from its own thread until `close`."""
+    """Answers clients from its own thread until `close`."""
 
-    def __init__(self, handler: Handler, membership: Membership, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, handler: Handler, keys: RunKeys, *, epoch: int, host: str = "127.0.0.1") -> None:
         self._handler = handler
-        self._membership = membership
-        self._sessions: dict[bytes, Session] = {}
-        self._nonces: set[bytes] = set()
+        self._keys = keys
+        self._epoch = epoch
         self._counts: Counter[str] = Counter()
+        self._late: SimpleQueue[tuple[bytes, int, Future[Response]]] = SimpleQueue()
+        """Answers whose futures are done."""
+        self._waiting: set[tuple[bytes, int]] = set()
+        """(client, request id) whose futures are not."""
+        self._is_closing = False
+        public, secret = zmq.curve_keypair()
         self._context = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(ZAP)
         self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        _set_up(self._router, host, max_bytes=MAX_REQUEST_BYTES)
         self._router.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * HANDSHAKE_S))
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
-        self._router.setsockopt(zmq.CURVE_SECRETKEY, membership.server_keys()[1])
-        self._router.setsockopt(zmq.IPV6, int(":" in host))
+        self._router.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self._router.setsockopt_string(zmq.ZAP_DOMAIN, "weight_sync")
         self._router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
-        self.endpoint: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._stop_send = self._context.socket(zmq.PAIR)
-        self._stop_recv = self._context.socket(zmq.PAIR)
-        self._stop_send.bind("inproc://stop")
-        self._stop_recv.connect("inproc://stop")
+        self.address = PeerAddress(endpoint=self._router.getsockopt_string(zmq.LAST_ENDPOINT), public_key=public)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="weight-sync-control", daemon=True)
         self._thread.start()
 
     def counters(self) -> dict[str, int]:
-        """Frames by fate: answered, malformed, unauthentic, replayed, stale, retried."""
+        """Frames by fate: answered, refused, malformed, stale; and clients: connections, unauthentic."""
         return {f"control_{fate}": count for fate, count in sorted(self._counts.copy().items())}
 
     def close(self, deadline_s: float = 5.0) -> None:
         """Stop the thread and free the port. Idempotent."""
         if self._context.closed:
             return
-        self._stop_send.send(b"")
+        self._is_closing = True
+        self._wake()
         self._thread.join(deadline_s)
-        self._stop_send.close(0)
         if self._thread.is_alive():
             log.error(
                 "control thread did not end within %.1f s; its port stays bound until this process exits", deadline_s
             )
             return
         self._context.term()
+        fd, self._wake_fd = self._wake_fd, -1
+        os.close(fd)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # closed: nobody waits any more
+            os.eventfd_write(self._wake_fd, 1)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._stop_recv, zmq.POLLIN)
+        for source in (self._router, self._zap, self._wake_fd):
+            poller.register(source, zmq.POLLIN)
         try:
-            while self._stop_recv not in dict(poller.poll()):
-                identity, *frames = self._router.recv_multipart()
-                answer = self._receive(frames)
-                if answer is not None:
-                    frame = self._membership.seal(ANSWER, msgspec.msgpack.encode(answer))
-                    self._router.send_multipart([identity, frame])
+            while not self._is_closing:
+                ready = dict(poller.poll())
+                if self._zap in ready:
+                    self._admit(self._zap.recv_multipart())
+                if self._router in ready:
+                    client, *frames = self._router.recv_multipart()
+                    self._receive(client, frames)
+                if self._wake_fd in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._wake_fd)
+                    while not self._late.empty():
+                        self._finish(*self._late.get())
         finally:
             self._router.close(0)
-            self._stop_recv.close(0)
+            self._zap.close(0)
 
-    def _receive(self, frames: list[bytes]) -> Answer | None:
-        if len(frames) != 1 or len(frames[0]) < MAC_BYTES:
-            self._counts["malformed"] += 1
-            return None
-        payload = self._membership.open(QUESTION, frames[0])
-        if payload is None:
-            self._counts["unauthentic"] += 1
-            return None
+    def _admit(self, question: list[bytes]) -> None:
+        """Let a client in if it has the key of the run."""
+        version, request_id, *rest = question
+        is_ours = len(rest) == 5 and rest[3] == b"CURVE" and rest[4] == zmq.utils.z85.decode(self._keys.public)
+        self._counts["connections" if is_ours else "unauthentic"] += 1
+        verdict = (b"200", b"OK") if is_ours else (b"400", b"not a key of this run")
+        self._zap.send_multipart([version, request_id, *verdict, b"", b""])
+
+    def _receive(self, client: bytes, frames: list[bytes]) -> None:
         try:
-            envelope = decode_typed(payload, Envelope)
-        # Text that is no UTF-8 and unknown fields nested too deep fail with errors that are not msgspec's own.
+            if len(frames) != 1:
+                raise msgspec.DecodeError(f"{len(frames)} frames")
+            envelope = decode_typed(frames[0], Envelope)
+        # Text that is no UTF-8 and fields nested too deep fail with errors that are not msgspec's own.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self._counts["malformed"] += 1
-            return None
-        if envelope.run_id != self._membership.run_id or envelope.epoch != self._membership.epoch:
+            return
+        asked = (client, envelope.request_id)
+        if envelope.epoch != self._epoch:
             self._counts["stale"] += 1
-            return self._refuse(envelope, StaleEpoch(self._describe_stale(envelope)))
-        if isinstance(envelope.request, Hello):
-            return self._welcome(envelope, envelope.request)
-        return self._answer(envelope)
+            self._refuse(*asked, StaleEpoch(
+                f"{envelope.sender} is in epoch {envelope.epoch}, this process serves epoch {self._epoch} of run "
+                f"{self._keys.run_id!r}; open the receiver again"
+            ))  # fmt: skip
+        elif isinstance(envelope.request, Ping):
+            self._reply(*asked, Pong())
+        elif asked not in self._waiting:
+            self._answer(*asked, envelope)
 
-    def _welcome(self, envelope: Envelope, hello: Hello) -> Answer | None:
-        if hello.nonce in self._nonces or len(self._sessions) >= MAX_SESSIONS:
-            self._counts["replayed"] += 1
-            return None
-        self._nonces.add(hello.nonce)
-        session = secrets.token_bytes(16)
-        self._sessions[session] = Session()
-        self._counts["sessions"] += 1
-        return Answer(session=hello.nonce, request_id=envelope.request_id, response=Welcome(session=session))
-
-    def _answer(self, envelope: Envelope) -> Answer | None:
-        session = self._sessions.get(envelope.session)
-        if session is None or envelope.seq <= session.last_seq:
-            self._counts["replayed"] += 1
-            return None
-        session.last_seq = envelope.seq
-        known = session.answers.get(envelope.request_id)
-        if known is not None:
-            self._counts["retried"] += 1
-            return decode_typed(known, Answer)
+    def _answer(self, client: bytes, request_id: int, envelope: Envelope) -> None:
         try:
             response = self._handler(envelope.sender, envelope.request)
-        except (WeightSyncError, ValueError) as error:
-            answer = self._refuse(envelope, error)
-        except Exception as error:
-            log.exception("control request %s of %s failed", type(envelope.request).__name__, envelope.sender)
-            answer = self._refuse(envelope, error)
+        except Exception as error:  # noqa: BLE001 - the edge of this process: the client is told
+            self._refuse(client, request_id, error)
+            return
+        if isinstance(response, Future):
+            self._waiting.add((client, request_id))
+            response.add_done_callback(lambda future: (self._late.put((client, request_id, future)), self._wake()))
         else:
-            self._counts["answered"] += 1
-            answer = Answer(session=envelope.session, request_id=envelope.request_id, response=response)
-        session.answers[envelope.request_id] = msgspec.msgpack.encode(answer)
-        if len(session.answers) > ANSWERS_KEPT:
-            session.answers.popitem(last=False)
-        return answer
+            self._reply(client, request_id, response)
 
-    def _refuse(self, envelope: Envelope, error: Exception) -> Answer:
+    def _finish(self, client: bytes, request_id: int, future: Future[Response]) -> None:
+        self._waiting.discard((client, request_id))
+        error = future.exception()
+        if error is None:
+            self._reply(client, request_id, future.result())
+        else:
+            self._refuse(client, request_id, error)
+
+    def _reply(self, client: bytes, request_id: int, response: Response) -> None:
+        self._counts["answered"] += 1
+        self._send(client, Answer(request_id=request_id, response=response))
+
+    def _refuse(self, client: bytes, request_id: int, error: BaseException) -> None:
         self._counts["refused"] += 1
-        request = envelope.request
-        session = request.nonce if isinstance(request, Hello) else envelope.session
-        response = Refused(error=type(error).__name__, message=str(error))
-        return Answer(session=session, request_id=envelope.request_id, response=response)
+        if not isinstance(error, WeightSyncError | ValueError):
+            log.error("a control request failed", exc_info=error)
+        refused = Refused(error=type(error).__name__, message=str(error))
+        self._send(client, Answer(request_id=request_id, response=refused))
 
-    def _describe_stale(self, envelope: Envelope) -> str:
-        mine = self._membership
-        return (
-            f"{envelope.sender} speaks for run {envelope.run_id!r} epoch {envelope.epoch}, "
-            f"this publisher serves run {mine.run_id!r} epoch {mine.epoch}; open the receiver again"
-        )
-
-
-RETRY_S = 1.0
-CHECK_S = 0.05
-"""Between two looks at whether the answer is still wanted."""
-R = TypeVar("R")
-Clock = Callable[[], float]
-Check = Callable[[], None]
-
-
-class Conversation:
-    """Frames of one asker. Not thread-safe."""
-
-    def __init__(self, membership: Membership, sender: str) -> None:
-        self._membership = membership
-        self._sender = sender
-        self._session = b""
-        self._seq = 0
-        self._num_requests = 0
-
-    @property
-    def is_greeted(self) -> bool:
-        return bool(self._session)
-
-    def next_request(self) -> int:
-        """An id for a new question; its retries keep it."""
-        self._num_requests += 1
-        return self._num_requests
-
-    def frame(self, request: Request, request_id: int) -> bytes:
-        self._seq += 1
-        envelope = Envelope(
-            run_id=self._membership.run_id,
-            epoch=self._membership.epoch,
-            sender=self._sender,
-            session=self._session,
-            seq=self._seq,
-            request_id=request_id,
-            request=request,
-        )
-        return self._membership.seal(QUESTION, msgspec.msgpack.encode(envelope))
-
-    def response_in(self, frame: bytes, request: Request, request_id: int) -> Response | None:
-        """What `frame` answers to this question; None if it is forged, damaged or answers an earlier one."""
-        payload = self._membership.open(ANSWER, frame)
-        if payload is None:
-            return None
-        answer = decode(payload, Answer)
-        expected = request.nonce if isinstance(request, Hello) else self._session
-        if answer.session != expected or answer.request_id != request_id:
-            return None
-        return answer.response
-
-    def hello(self) -> Hello:
-        return Hello(nonce=secrets.token_bytes(16))
-
-    def greeted(self, response: Response, endpoint: str) -> None:
-        self._session = checked(response, Welcome, endpoint).session
-
-
-def checked(response: Response, kind: type[R], endpoint: str) -> R:
-    """
-    Raises:
-        WeightSyncError: (its subclass) the server refused, or answered something else than `kind`.
-    """
-    if isinstance(response, Refused):
-        raise make_error(response.error, response.message)
-    if not isinstance(response, kind):
-        raise WeightSyncError(f"{endpoint} answered {type(response).__name__}, wanted {kind.__name__}")
-    return response
-
-
-def connected(socket: Any, endpoint: str, membership: Membership) -> None:
-    """Set up a DEALER as every line has it. Its own key is new: whoever knows the server's belongs to the run."""
-    public, secret = zmq.curve_keypair()
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-    socket.setsockopt(zmq.CURVE_SERVERKEY, membership.server_keys()[0])
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_RESPONSE_BYTES)
-    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-    socket.connect(endpoint)
+    def _send(self, client: bytes, answer: Answer) -> None:
+        # A client that is gone, or reads nothing, is not waited for; if it lives it asks again.
+        with contextlib.suppress(zmq.Again, zmq.ZMQError):
+            self._router.send_multipart([client, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
 
 
 class ControlClient:
-    """One receiver's line to one publisher. Says hello with its first question. Safe to use from several threads, which
-    then wait for each other."""
+    """One receiver's line to one publisher. Safe to use from several threads, which then wait for each other."""
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
+        address: PeerAddress,
+        keys: RunKeys,
         *,
-        membership: Membership,
+        epoch: int,
         sender: str,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.endpoint = endpoint
+        self.endpoint = address.endpoint
+        self._epoch = epoch
+        self._sender = sender
         self._clock = clock
         self._lock = threading.Lock()
-        self._talk = Conversation(membership, sender)
+        self._num_requests = 0
         self._dealer = context.socket(zmq.DEALER)
-        connected(self._dealer, endpoint, membership)
+        _set_up_client(self._dealer, keys, address)
+        self._dealer.connect(address.endpoint)
 
     def ask(self, request: Request, kind: type[R], *, deadline_s: float, check: Check | None = None) -> R:
         """The publisher's answer, of type `kind`.
@@ -348,48 +262,41 @@ class ControlClient:
             check: called while there is no answer; may raise to stop waiting.
 
         Raises:
-            PublisherLost: no answer within `deadline_s`.
+            PublisherLost: no answer within `deadline_s`: dead, stopped, unreachable, or of another run.
             WeightSyncError: (its subclass) the publisher refused.
         """
         give_up = self._clock() + deadline_s
         with self._lock:
-            self._greet(give_up, deadline_s, check)
-            return checked(self._exchange(request, give_up, deadline_s, check), kind, self.endpoint)
+            self._num_requests += 1
+            request_id = self._num_requests
+            frame = _frame(self._epoch, self._sender, request_id, request)
+            while (left_s := give_up - self._clock()) > 0:
+                # A full queue means a dead publisher: nothing to do here, the deadline ends it.
+                with contextlib.suppress(zmq.Again):
+                    self._dealer.send(frame, zmq.NOBLOCK)
+                response = self._receive(request_id, min(RESEND_S, left_s), check)
+                if response is not None:
+                    return _checked(response, kind, self.endpoint)
+        raise PublisherLost(
+            f"publisher {self.endpoint} did not answer {type(request).__name__} within {deadline_s:.1f} s; its process "
+            "is dead, stopped or unreachable, or weight_sync.timeout_s is too short"
+        )
 
-    def hello(self, *, deadline_s: float) -> None:
-        """Open the session, if it is not open.
-
-        Raises:
-            PublisherLost: no answer within `deadline_s`: dead, unreachable, or it does not share our secret.
-            StaleEpoch: it serves another run or epoch.
+    def ping(self, *, deadline_s: float) -> None:
         """
-        with self._lock:
-            self._greet(self._clock() + deadline_s, deadline_s, None)
+        Raises:
+            PublisherLost: no answer within `deadline_s`: dead, stopped, unreachable, or of another run.
+            StaleEpoch: it serves another epoch.
+        """
+        self.ask(Ping(), Pong, deadline_s=deadline_s)
 
     def close(self) -> None:
         """Hang up. Waits for a question in flight, which has a deadline."""
         with self._lock:
             self._dealer.close(0)
 
-    def _greet(self, give_up: float, deadline_s: float, check: Check | None) -> None:
-        if not self._talk.is_greeted:
-            self._talk.greeted(self._exchange(self._talk.hello(), give_up, deadline_s, check), self.endpoint)
-
-    def _exchange(self, request: Request, give_up: float, deadline_s: float, check: Check | None) -> Response:
-        request_id = self._talk.next_request()
-        # A hello is not repeated: under one nonce it would be a replay, and TCP does not lose it.
-        retry_s = deadline_s if isinstance(request, Hello) else RETRY_S
-        while (left_s := give_up - self._clock()) > 0:
-            # A full queue means a dead publisher: nothing to do here, the deadline of the caller speaks.
-            with contextlib.suppress(zmq.Again):
-                self._dealer.send(self._talk.frame(request, request_id), zmq.NOBLOCK)
-            response = self._receive(request, request_id, min(retry_s, left_s), check)
-            if response is not None:
-                return response
-        raise _lost(self.endpoint, request, deadline_s)
-
-    def _receive(self, request: Request, request_id: int, timeout_s: float, check: Check | None) -> Response | None:
-        """The answer to `request_id`; late answers to earlier questions are thrown away."""
+    def _receive(self, request_id: int, timeout_s: float, check: Check | None) -> Response | None:
+        """The answer to `request_id`; late answers to earlier requests are thrown away."""
         until = self._clock() + timeout_s
         while (left_s := until - self._clock()) > 0:
             if check is not None:
@@ -397,65 +304,131 @@ class ControlClient:
                 left_s = min(left_s, CHECK_S)
             if not self._dealer.poll(max(1, int(left_s * 1000))):
                 continue
-            response = self._talk.response_in(self._dealer.recv(), request, request_id)
-            if response is not None:
-                return response
+            answer = decode(self._dealer.recv(), Answer)
+            if answer.request_id == request_id:
+                return answer.response
         return None
 
 
-class AsyncControlClient:
-    """The same line in an event loop: the coordinator's to one engine worker. One question at a time."""
+class Line(NamedTuple):
+    """The coordinator's connection to one worker."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        membership: Membership,
-        sender: str,
-    ) -> None:
-        self.endpoint = endpoint
-        self._talk = Conversation(membership, sender)
-        self._lock = asyncio.Lock()
-        # The process's own context: one of ours, if nobody closes it, would wait for its sockets when it is collected.
-        self._dealer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        connected(self._dealer, endpoint, membership)
+    peer: str
+    endpoint: str
+    routing_id: bytes
 
-    async def ask(self, request: Request, kind: type[R], *, deadline_s: float) -> R:
+
+class Switchboard:
+    """The coordinator's lines to all workers, over one socket of its event loop."""
+
+    def __init__(self, keys: RunKeys, *, epoch: int, sender: str = "coordinator") -> None:
+        self._keys = keys
+        self._epoch = epoch
+        self._sender = sender
+        self._lines: set[Line] = set()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Response]] = {}
+        self._router: Any = None
+        self._reading: asyncio.Task[None] | None = None
+
+    def dial(self, peer: str, address: PeerAddress) -> Line:
+        """Connect to the worker called `peer` at `address`. Call in the event loop."""
+        if self._router is None:
+            # The process's own context: one of ours, if nobody closes it, would wait for its sockets when collected.
+            self._router = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._reading = asyncio.ensure_future(self._read(self._router))
+        # Never the same twice: libzmq ends the process if a routing id is used while an old pipe still has it.
+        line = Line(peer, address.endpoint, f"{peer}#{next(self._numbers)}".encode())
+        _set_up_client(self._router, self._keys, address)
+        self._router.setsockopt(zmq.CONNECT_ROUTING_ID, line.routing_id)
+        self._router.connect(address.endpoint)
+        self._lines.add(line)
+        return line
+
+    def hang_up(self, line: Line) -> None:
+        """Idempotent."""
+        if line in self._lines:
+            self._lines.discard(line)
+            if all(other.endpoint != line.endpoint for other in self._lines):
+                with contextlib.suppress(zmq.ZMQError):
+                    self._router.disconnect(line.endpoint)
+
+    async def ask(self, line: Line, request: Request, kind: type[R], *, deadline_s: float) -> R:
         """
         Raises:
             TimeoutError: no answer within `deadline_s`.
-            WeightSyncError: (its subclass) the worker refused.
+            WeightSyncError: (its subclass) the worker refused, or the line was hung up.
         """
+        if line not in self._lines:
+            raise WeightSyncError(f"there is no line to {line.peer} any more; it must join the epoch again")
+        request_id = next(self._numbers)
+        answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
+        frame = _frame(self._epoch, self._sender, request_id, request)
         try:
-            async with asyncio.timeout(deadline_s), self._lock:
-                if not self._talk.is_greeted:
-                    self._talk.greeted(await self._exchange(self._talk.hello()), self.endpoint)
-                return checked(await self._exchange(request), kind, self.endpoint)
+            async with asyncio.timeout(deadline_s):
+                while not answer.done():
+                    # Not to be routed: the connection is being made. Full: the worker reads nothing.
+                    with contextlib.suppress(zmq.Again, zmq.ZMQError):
+                        await self._router.send_multipart([line.routing_id, frame], zmq.NOBLOCK)
+                    await asyncio.wait({answer}, timeout=RESEND_S)
         except TimeoutError as error:
             raise TimeoutError(
-                f"worker {self.endpoint} did not answer {type(request).__name__} within {deadline_s:.1f} s; its "
-                "process is dead, stopped or unreachable, or weight_sync.timeout_s is too short"
+                f"worker {line.peer} at {line.endpoint} did not answer {type(request).__name__} within "
+                f"{deadline_s:.1f} s; its process is dead, stopped or unreachable, or weight_sync.timeout_s is too "
+                "short"
             ) from error
+        finally:
+            del self._answers[request_id]
+        return _checked(answer.result(), kind, line.peer)
 
     def close(self) -> None:
-        self._dealer.close(0)
+        """Hang up everywhere. Idempotent."""
+        self._lines.clear()
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed already
+                reading.cancel()
+        if self._router is not None:
+            self._router.close(0)
+            self._router = None
 
-    async def _exchange(self, request: Request) -> Response:
-        request_id = self._talk.next_request()
-        retry_s = None if isinstance(request, Hello) else RETRY_S
+    async def _read(self, router: Any) -> None:
         while True:
-            await self._dealer.send(self._talk.frame(request, request_id))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(retry_s):
-                    while True:
-                        frame = await self._dealer.recv()
-                        response = self._talk.response_in(frame, request, request_id)
-                        if response is not None:
-                            return response
+            _, *frames = await router.recv_multipart()
+            with contextlib.suppress(WeightSyncError):  # not an answer: the request is sent again
+                answer = decode(frames[-1], Answer)
+                waiting = self._answers.get(answer.request_id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer.response)
 
 
-def _lost(endpoint: str, request: Request, deadline_s: float) -> PublisherLost:
-    return PublisherLost(
-        f"publisher {endpoint} did not answer {type(request).__name__} within {deadline_s:.1f} s; "
-        "its process is dead, stopped or unreachable"
-    )
+def _frame(epoch: int, sender: str, request_id: int, request: Request) -> bytes:
+    return msgspec.msgpack.encode(Envelope(epoch=epoch, sender=sender, request_id=request_id, request=request))
+
+
+def _checked(response: Response, kind: type[R], peer: str) -> R:
+    """
+    Raises:
+        WeightSyncError: (its subclass) the server refused, or answered with something else than `kind`.
+    """
+    if isinstance(response, Refused):
+        raise make_error(response.error, response.message)
+    if not isinstance(response, kind):
+        raise WeightSyncError(f"{peer} answered with {type(response).__name__}, expected {kind.__name__}")
+    return response
+
+
+def _set_up(socket: Any, host: str, *, max_bytes: int) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * HEARTBEAT_S))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * HEARTBEAT_TIMEOUT_S))
+
+
+def _set_up_client(socket: Any, keys: RunKeys, address: PeerAddress) -> None:
+    _set_up(socket, "::" if "[" in address.endpoint else "", max_bytes=MAX_RESPONSE_BYTES)
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, address.public_key)

@@ -68,17 +68,36 @@ class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
     """What tells the publisher's device from every other one, where that is known."""
 
 
-class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """What everyone who takes part in an epoch is told."""
+class RunKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """The run, and the CURVE key pair (Z85) by which its parties know each other. Made once per run by the coordinator;
+    travels inside the set-up calls alone, never in a log, a file or an environment variable."""
 
     run_id: str
+    public: bytes
     secret: bytes
-    """Authenticates every control frame of the run. Never printed."""
+
+    def __repr__(self) -> str:
+        return f"RunKeys(run_id={self.run_id!r})"
+
+
+class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a control server listens, and the key that proves it is that server."""
+
+    endpoint: str
+    public_key: bytes
+
+
+class Opening(msgspec.Struct, frozen=True, kw_only=True):
+    """What everyone who takes part in an epoch receives."""
+
+    keys: RunKeys
     epoch: int
     manifest: bytes
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(run_id={self.run_id!r}, epoch={self.epoch}, manifest={len(self.manifest)} bytes)"
+        return (
+            f"{type(self).__name__}(run={self.keys.run_id!r}, epoch={self.epoch}, {len(self.manifest)} bytes of plan)"
+        )
 
 
 class OpenPublisher(Opening, frozen=True, kw_only=True):
@@ -97,7 +116,7 @@ class PublisherInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     node: str
     """Parties that name the same node can map each other's memory."""
-    endpoint: str
+    address: PeerAddress
     arenas: tuple[ArenaHandle, ...]
     """The same slots by every way they can be read, best first."""
     manifest_digest: str
@@ -133,8 +152,8 @@ class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
     pull_bytes: int
     probe_s: float
     """Seconds to open every arena and pull its probe pattern."""
-    endpoint: str
-    """Where the worker's own control thread listens."""
+    address: PeerAddress
+    """Of the worker's own control thread."""
     transports: dict[int, str]
     """Learner rank -> how its slots are read."""
     reasons: tuple[str, ...]
@@ -379,50 +398,47 @@ def manifest_from_bytes(data: bytes, *, max_bytes: int = MAX_MANIFEST_BYTES) -> 
         raise PlanMismatch(f"manifest of {len(data)} bytes cannot be decoded: {error}; do both sides match?") from error
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    nonce: bytes
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Are you there? The control thread itself answers, whatever else the process does."""
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="lease"):
     version: int
     worker: int
     ttl_s: float
 
 
-class RenewRequest(msgspec.Struct, frozen=True, kw_only=True, tag="renew"):
+class RenewRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="renew"):
     lease_id: int
     ttl_s: float
 
 
-class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="release"):
     lease_id: int
     slot: int
     generation: int
 
 
-class DropRequest(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
+class DropRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="drop"):
     """End the lease that I have, if I have one: perhaps the answer to a question that I waited for no longer."""
 
 
-class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag="prefetch"):
+class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prefetch"):
     version: int
     deadline_s: float
 
 
-class PollRequest(msgspec.Struct, frozen=True, kw_only=True, tag="poll"):
+class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
+    """The version is here and verified (staged), or held at every learner (in place). Sent when that is so."""
+
     version: int
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    version: int
-    is_done: bool
-
-
-class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):
+class Pending(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pending"):
     """The version is packed and being sealed: ask again in a moment."""
 
 
-class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
+class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="link"):
     """From the next pull on, bring the sources in this order, and some of them from another replica. A pull that is
     under way ends."""
 
@@ -433,16 +449,16 @@ class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     """Somebody reads from you."""
 
 
-class Linked(msgspec.Struct, frozen=True, kw_only=True, tag="linked"):
+class Linked(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="linked"):
     is_relayed: bool
     """False if the predecessor's memory cannot be mapped: everything comes from the learners."""
 
 
-class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    session: bytes
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    pass
 
 
-class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="granted"):
     lease_id: int
     slot: int
     generation: int
@@ -452,27 +468,27 @@ class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
     """What digesting and sealing the version took, beside training."""
 
 
-class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag="renewed"):
+class Renewed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="renewed"):
     pass
 
 
-class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
+class Released(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="released"):
     is_intact: bool
     """The slot still holds what was leased, so what was read is whole."""
 
 
-class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped"):
+class Dropped(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="dropped"):
     pass
 
 
-class PairMeet(msgspec.Struct, frozen=True, kw_only=True, tag="pair_meet"):
+class PairMeet(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_meet"):
     """Build group `group` (a nonce) of two, or go on building it: what my store holds that yours may lack."""
 
     group: bytes
     entries: dict[str, bytes]
 
 
-class PairSend(msgspec.Struct, frozen=True, kw_only=True, tag="pair_send"):
+class PairSend(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_send"):
     """Send these parts of a slot over the group, each as a message of its own, in this order."""
 
     group: bytes
@@ -483,32 +499,32 @@ class PairSend(msgspec.Struct, frozen=True, kw_only=True, tag="pair_send"):
     """(offset in the slot, bytes)."""
 
 
-class PairWatch(msgspec.Struct, frozen=True, kw_only=True, tag="pair_watch"):
+class PairWatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_watch"):
     """How far are you, and does the group still stand?"""
 
     group: bytes
 
 
-class PairDrop(msgspec.Struct, frozen=True, kw_only=True, tag="pair_drop"):
+class PairDrop(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_drop"):
     """Abort the group; I have left it."""
 
     group: bytes
 
 
-class PairMet(msgspec.Struct, frozen=True, kw_only=True, tag="pair_met"):
+class PairMet(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_met"):
     entries: dict[str, bytes]
     error: str
     """Why the group will not come about; empty while it may."""
 
 
-class PairState(msgspec.Struct, frozen=True, kw_only=True, tag="pair_state"):
+class PairState(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_state"):
     num_sent: int
     """Orders carried out."""
     error: str
     """Why the group fell; empty while it stands."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="refused"):
     error: str
     message: str
 
@@ -521,35 +537,21 @@ TransportResponse = PairMet | PairState
 
 
 Request = (
-    Hello
-    | LeaseRequest
-    | RenewRequest
-    | ReleaseRequest
-    | DropRequest
-    | PrefetchRequest
-    | PollRequest
-    | LinkRequest
-    | TransportRequest
+    Ping | LeaseRequest | RenewRequest | ReleaseRequest | DropRequest | PrefetchRequest | LinkRequest | TransportRequest
 )
 
 
-Response = (
-    Welcome | LeaseGranted | Pending | Renewed | Released | Dropped | Progress | Linked | Refused | TransportResponse
-)
+Response = Pong | LeaseGranted | Pending | Renewed | Released | Dropped | Arrived | Linked | Refused | TransportResponse
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    run_id: str
+class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     epoch: int
     sender: str
-    session: bytes
-    seq: int
     request_id: int
+    """Of the client's choice; a repeated request keeps it."""
     request: Request
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    session: bytes
-    """Of the asker; for a welcome, the nonce of its hello."""
+class Answer(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     request_id: int
     response: Response

@@ -41,11 +41,12 @@ from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.select import get_backend
 from weight_sync.errors import DeviceError
 from weight_sync.messages import (
+    Arrived,
     CommitResult,
     PackReport,
-    PollRequest,
+    Ping,
+    Pong,
     PrefetchRequest,
-    Progress,
     PullReport,
     ReplicaTimes,
     Reply,
@@ -464,35 +465,38 @@ class _Learner:
         return None
 
 
-class _Line:
-    """To an engine's worker. A pull takes two seconds, a slow one eight."""
+class _Lines:
+    """To the engines' workers. A pull takes two seconds, a slow one eight."""
 
-    def __init__(self, engine: _Engine) -> None:
-        self._engine = engine
-        self._ends_at = 0.0
-        self._how = ""
+    def __init__(self, engines: Mapping[str, _Engine]) -> None:
+        self._engines = engines
 
-    async def ask(self, request: object, _kind: type, *, deadline_s: float) -> Progress:
-        engine, now = self._engine, asyncio.get_running_loop().time()
+    def dial(self, peer: str, address: object) -> str:
+        return peer
+
+    def hang_up(self, line: str) -> None: ...
+
+    async def ask(self, line: str, request: object, kind: type, *, deadline_s: float) -> object:
+        engine = self._engines[line.partition("/")[0]]
+        if isinstance(request, Ping) and not engine.is_dead:
+            return Pong()
+        how = ""
         if isinstance(request, PrefetchRequest):
-            self._how = engine.fault("pull")
+            how = engine.fault("pull")
             held = [*engine.learner.versions, *engine.learner.read]
             if request.version not in held:
                 raise errors.VersionUnavailable(f"version {request.version} is not held here, held: {held}")
             engine.learner.read.append(request.version)
-            self._ends_at = now + (8.0 if self._how == "is slow" else 2.0)
         if engine.is_dead:
             await asyncio.sleep(deadline_s)
             raise TimeoutError(f"{engine.name} is gone")
-        assert isinstance(request, PrefetchRequest | PollRequest)
-        is_done = now >= self._ends_at
-        if is_done and request.version in engine.learner.read:
+        assert isinstance(request, PrefetchRequest)
+        await asyncio.sleep(8.0 if how == "is slow" else 2.0)
+        if request.version in engine.learner.read:
             engine.learner.read.remove(request.version)
-        if is_done and self._how == "fails":
+        if how == "fails":
             raise errors.DigestMismatch(f"version {request.version} did not arrive whole")
-        return Progress(version=request.version, is_done=is_done)
-
-    def close(self) -> None: ...
+        return Arrived(version=request.version)
 
 
 class _Opener:
@@ -512,11 +516,15 @@ class _Opener:
 
     async def connect(self, _agreement: Any, connecting: Sequence[Any], _give_up: float) -> None:
         for member in connecting:
-            member.workers, member.lines = (SimpleNamespace(commit="staged"),), (_Line(member.handle),)
+            worker: Any = SimpleNamespace(worker=0, commit="staged", address=None)
+            lines: Any = _Lines({member.name: member.handle})
+            member.connect((worker,), lines)
 
     async def link(self, *_: Any) -> None: ...
 
     async def part(self, *_: Any) -> None: ...
+
+    def hang_up(self) -> None: ...
 
     async def on_publishers(self, method: str, version: int = 0, *_: object, timeout_s: float) -> list[bytes]:
         assert method == "ws_publish"

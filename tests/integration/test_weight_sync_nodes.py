@@ -68,9 +68,9 @@ async def test_a_version_enters_a_node_once_and_is_handed_on_there(hosts: tuple[
         near, far0, far1 = cluster.replicas
         assert near.ask("see_transports") == [{0: "ipc", 1: "ipc"}]
         assert far0.ask("see_transports") == far1.ask("see_transports") == [{0: "gloo", 1: "gloo"}]
-        endpoints = [info.endpoint for member in cluster.coordinator._members.values() for info in member.workers]
+        workers = [info for member in cluster.coordinator._members.values() for info in member.workers]
         home, other = (f"tcp://[{host}]" if ":" in host else f"tcp://{host}" for host in hosts)
-        assert [endpoint.rpartition(":")[0] for endpoint in endpoints] == [home, other, other]
+        assert [info.address.endpoint.rpartition(":")[0] for info in workers] == [home, other, other]
         before = cluster.sent()
         num_syncs = 4
         for version in range(1, num_syncs + 1):

@@ -18,8 +18,8 @@ from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
 from tests.fakes.ranks import TINY, RankProcess, tiny_rank
 from weight_sync.control.coordinator import SyncCoordinator
 from weight_sync.control.epoch import SyncOptions
-from weight_sync.errors import VersionUnavailable, WeightSyncError
-from weight_sync.messages import PollRequest, Progress, ReadBack, WorkerStatus, open_reply
+from weight_sync.errors import VersionUnavailable
+from weight_sync.messages import Arrived, PrefetchRequest, ReadBack, WorkerStatus, open_reply
 from weight_sync.vllm.compat import EXTENSION
 from weight_sync.vllm.replica import AsyncLLMReplica
 
@@ -183,7 +183,7 @@ async def test_live_engine_follows_the_learner_bit_for_bit_while_it_generates(ri
             await rig.assert_equal()
         is_over.set()
         assert {num for found in await asyncio.gather(*running) for num in found} == {120}, "a request was lost"
-        names = ("allocations", "registrations", "sockets", "control_sessions")
+        names = ("allocations", "registrations", "sockets", "control_connections")
         assert {n: report.counters[n] for n in names} == {n: first.counters[n] for n in names}
         other = await rig.generate(prompt, max_tokens=12, name=f"{commit}-after")
         await rig.everyone("train", 1)
@@ -206,9 +206,9 @@ async def test_worker_errors_reach_the_caller_with_their_type(rig: Rig) -> None:
         reply = (await rig.replica.call("ws_commit", 77, PATIENT_S, timeout_s=PATIENT_S))[0]
         with pytest.raises(VersionUnavailable, match="version 77 is not held here"):
             open_reply(reply, WorkerStatus, party="r0/0")
-        line = coordinator._members["r0"].lines[0]
-        with pytest.raises(WeightSyncError, match="no prefetch of version 77"):
-            await line.ask(PollRequest(version=77), Progress, deadline_s=PATIENT_S)
+        request = PrefetchRequest(version=77, deadline_s=PATIENT_S)
+        with pytest.raises(VersionUnavailable, match="version 77 is not held here"):
+            await coordinator._members["r0"].ask(0, request, Arrived, deadline_s=PATIENT_S)
         await coordinator.publish(2)
         await coordinator.sync(2)
         status = open_reply((await rig.replica.call("ws_status", timeout_s=PATIENT_S))[0], WorkerStatus, party="r0/0")

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PullTimeout, VersionUnavailable
 from weight_sync.messages import (
+    Arrived,
     CommitResult,
     PackReport,
-    PollRequest,
+    Ping,
+    Pong,
     PrefetchRequest,
-    Progress,
     PullReport,
     Reply,
     encode,
@@ -124,46 +125,42 @@ class Host:
         return CommitResult(results=[encode(Reply(ok=True, value=encode(report)))], pause_s=fleet.plan.pause_s)
 
 
-class Line:
+class Lines:
     """The control line to the one worker of a replica. Pulls take a Pareto time; now and then one comes to nothing."""
 
     def __init__(self, host: Host, fleet: Fleet) -> None:
         self._host, self._fleet = host, fleet
         self._lease: Lease | None = None
-        self._ends_at = 0.0
-        self._fails = False
 
-    async def ask(self, request: object, _kind: type, *, deadline_s: float) -> Progress:
+    def dial(self, peer: str, address: object) -> str:
+        return peer
+
+    def hang_up(self, line: str) -> None:
+        self._end()
+
+    async def ask(self, line: str, request: object, kind: type, *, deadline_s: float) -> object:
         if self._host.replica.is_dead:
             await asyncio.sleep(deadline_s)
             raise TimeoutError(f"{self._host.name} is dead")
         match request:
+            case Ping():
+                return Pong()
             case PrefetchRequest():
-                self._begin(request.version, request.deadline_s)
-                return Progress(version=request.version, is_done=False)
-            case PollRequest():
-                return Progress(version=request.version, is_done=self._is_done(request.version))
+                return await self._pull(request.version, request.deadline_s)
             case _:
                 raise AssertionError(f"unexpected {request}")
 
-    def close(self) -> None:
-        self._end()
-
-    def _begin(self, version: int, ttl_s: float) -> None:
+    async def _pull(self, version: int, ttl_s: float) -> Arrived:
         self._end()
         rng, plan = self._fleet.rng, self._fleet.plan
-        self._fails = rng.random() < plan.failed_pull_frac and version > 0  # a run whose first sync fails has not begun
-        if not self._fails:  # such a one never comes as far as to read
+        fails = rng.random() < plan.failed_pull_frac and version > 0  # a run whose first sync fails has not begun
+        if not fails:  # such a one never comes as far as to read
             self._lease = self._fleet.learner.lease(version, self._host.name, ttl_s)
-        self._ends_at = now() + plan.sync_s / 3 * rng.paretovariate(1.5)
-
-    def _is_done(self, version: int) -> bool:
-        if now() < self._ends_at:
-            return False
+        await asyncio.sleep(plan.sync_s / 3 * rng.paretovariate(1.5))
         self._end()
-        if self._fails:
+        if fails:
             raise PullTimeout(f"version {version} did not arrive")
-        return True
+        return Arrived(version=version)
 
     def _end(self) -> None:
         lease, self._lease = self._lease, None
@@ -189,13 +186,15 @@ class Opener:
     async def connect(self, _agreement: Any, members: Sequence[Member], _give_up: float) -> None:
         for member in members:
             host: Any = member.handle
-            workers: Any = (SimpleNamespace(commit="staged"),)
-            lines: Any = (Line(host, self._fleet),)
-            member.workers, member.lines = workers, lines
+            worker: Any = SimpleNamespace(worker=0, commit="staged", address=None)
+            lines: Any = Lines(host, self._fleet)
+            member.connect((worker,), lines)
 
     async def link(self, _agreement: Any, _members: Sequence[Member], _give_up: float) -> None: ...
 
     async def part(self, _agreement: Any, _members: Sequence[Member], _within_s: float) -> None: ...
+
+    def hang_up(self) -> None: ...
 
     async def on_publishers(self, method: str, version: int, *_: object, timeout_s: float) -> list[bytes]:
         assert method == "ws_publish"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from weight_sync.channel import Membership
+from weight_sync.channel import Switchboard, make_run_keys
 from weight_sync.control.members import gather_all
 from weight_sync.errors import PlanMismatch, PullTimeout
 from weight_sync.messages import (
@@ -80,8 +80,9 @@ class EpochOpener:
         self._publishers = tuple(publishers)
         self._options = options
         self._clock = clock
-        self._run_id = secrets.token_hex(8)
-        self._secret = secrets.token_bytes(32)
+        self._keys = make_run_keys(secrets.token_hex(8))
+        self._lines: Switchboard | None = None
+        """To the workers of this epoch."""
         self._epoch = 0
 
     @property
@@ -96,6 +97,7 @@ class EpochOpener:
             TransportUnusable, WeightSyncError: a learner cannot offer its weights.
         """
         self._epoch += 1
+        self.hang_up()
         layouts = await self._describe(give_up)
         params = layouts[0].params
         baked = await self._bake(params, members, give_up)
@@ -133,8 +135,7 @@ class EpochOpener:
 
         def request(name: str) -> bytes:
             opening = OpenReceiver(
-                run_id=self._run_id,
-                secret=self._secret,
+                keys=self._keys,
                 epoch=self._epoch,
                 manifest=manifest_to_bytes(manifest),
                 replica=name,
@@ -148,13 +149,14 @@ class EpochOpener:
             return encode(opening)
 
         replies = await self._on_replicas(members, "ws_open", request, give_up)
-        membership = Membership(run_id=self._run_id, epoch=self._epoch, secret=self._secret)
+        if self._lines is None:
+            self._lines = Switchboard(self._keys, epoch=self._epoch)
         for member in members:
             parties = enumerate(replies[member.name])
             workers = tuple(open_reply(reply, ReceiverInfo, party=f"{member.name}/{i}") for i, reply in parties)
             for info in workers:
                 _check_and_log(info, member.name, manifest)
-            member.connect(workers, membership)
+            member.connect(workers, self._lines)
 
     async def link(self, agreement: Agreement, members: Sequence[Member], give_up: float) -> None:
         """Tell every worker in which order, and from whom, to read its sources.
@@ -183,7 +185,7 @@ class EpochOpener:
             request = LinkRequest(
                 order=tuple(routes[name]), relayed=tuple(via), predecessor=predecessor, is_read=name in readable
             )
-            await member.lines[index].ask(request, Linked, deadline_s=self.left(give_up))
+            await member.ask(index, request, Linked, deadline_s=self.left(give_up))
 
         await gather_all(tell(member, index) for member in members for index in range(len(member.workers)))
 
@@ -195,6 +197,12 @@ class EpochOpener:
         """
         give_up = self._clock() + within_s
         await gather_all(self.link(agreement, [member], give_up) for member in members)
+
+    def hang_up(self) -> None:
+        """Close the lines to all workers. Idempotent."""
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.close()
 
     async def on_publishers(self, method: str, *args: object, timeout_s: float) -> list[bytes]:
         """The answer of every learner rank, in order."""
@@ -234,8 +242,7 @@ class EpochOpener:
 
     async def _open_publishers(self, manifest: Manifest, give_up: float) -> tuple[PublisherInfo, ...]:
         opening = OpenPublisher(
-            run_id=self._run_id,
-            secret=self._secret,
+            keys=self._keys,
             epoch=self._epoch,
             manifest=manifest_to_bytes(manifest),
             transport=self._options.transport,
@@ -314,6 +321,7 @@ async def close_parties(
         await part(opener, agreement, members, timeout_s=least_s)
     for member in members:
         member.disconnect()
+    opener.hang_up()
     replicas = [member.handle for member in members]
     await close_replicas(replicas, timeout_s=max(least_s, give_up - now() - least_s))
     await _quietly((_close_learner(one, max(least_s, give_up - now())) for one in publishers), "did not close")

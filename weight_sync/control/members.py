@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from weight_sync.channel import AsyncControlClient, Membership
 from weight_sync.errors import PullTimeout, ReplicaDirty, VersionUnavailable, WeightSyncError
 from weight_sync.messages import (
+    Arrived,
     CommitResult,
-    PollRequest,
+    Ping,
+    Pong,
     PrefetchRequest,
-    Progress,
     PullReport,
     ReceiverInfo,
-    Request,
     open_reply,
     reply_state,
 )
@@ -25,19 +24,21 @@ from weight_sync.messages import (
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
+    from weight_sync.channel import Line, Switchboard
+    from weight_sync.messages import Request
+
 
 log = logging.getLogger(__name__)
 
-POLL_FRAC = 0.05
-"""A pull is looked at whenever it has taken this much longer: little is lost, and long pulls are not asked often."""
-FIRST_POLL_S, LAST_POLL_S = 0.0005, 0.05
-QUIET_S = 1.0
-"""A worker's control thread answers in well under a millisecond."""
+PING_S = 1.0
+"""How often a worker that has not brought its version is asked whether it is there."""
 SILENCE_S = 10.0
+"""A control thread answers a ping in well under a millisecond, so a worker that does not is stopped or gone."""
 ATTEMPTS = 2
 ANSWER_S = 5.0
 """A worker bounds its own time; its host gets this much longer before we stop waiting for the answer."""
 MemberState = Literal["live", "dirty", "dead"]
+R = TypeVar("R")
 
 
 async def nothing() -> None:
@@ -91,7 +92,8 @@ class Member:
         self.state: MemberState = "live"
         self.live_version: int | None = None
         self.workers: tuple[ReceiverInfo, ...] = ()
-        self.lines: tuple[AsyncControlClient, ...] = ()
+        self._switchboard: Switchboard | None = None
+        self._lines: tuple[Line, ...] = ()
         """To each worker's control thread; made when the epoch opens, like `workers`."""
         self.commit_lock = asyncio.Lock()
         self.num_leases = 0
@@ -106,19 +108,29 @@ class Member:
     def name(self) -> str:
         return self.handle.name
 
-    def connect(self, workers: tuple[ReceiverInfo, ...], membership: Membership) -> None:
-        """Make a line to each worker's control thread."""
+    def connect(self, workers: tuple[ReceiverInfo, ...], switchboard: Switchboard) -> None:
+        """Dial each worker's control thread."""
         self.disconnect()
-        self.workers = workers
-        self.lines = tuple(
-            AsyncControlClient(info.endpoint, membership=membership, sender="coordinator") for info in workers
-        )
+        self.workers, self._switchboard = workers, switchboard
+        self._lines = tuple(switchboard.dial(f"{self.name}/{info.worker}", info.address) for info in workers)
 
     def disconnect(self) -> None:
         """Hang up. Idempotent."""
-        lines, self.lines, self.workers = self.lines, (), ()
+        lines, self._lines, self.workers = self._lines, (), ()
         for line in lines:
-            line.close()
+            if self._switchboard is not None:
+                self._switchboard.hang_up(line)
+
+    async def ask(self, index: int, request: Request, kind: type[R], *, deadline_s: float) -> R:
+        """Ask the worker with this index.
+
+        Raises:
+            TimeoutError: no answer within `deadline_s`.
+            WeightSyncError: (its subclass) it refused, or there is no line to it.
+        """
+        if self._switchboard is None or index >= len(self._lines):
+            raise WeightSyncError(f"{self.name} is not connected; it must join the epoch first")
+        return await self._switchboard.ask(self._lines[index], request, kind, deadline_s=deadline_s)
 
     async def pass_by(self) -> None:
         """Say that a sync passes it by, to each lease once. Nothing to say without a lease."""
@@ -205,31 +217,40 @@ class Member:
         )
 
     async def _prefetch(self, version: int, give_up: float) -> None:
-        """Over the workers' own control lines, which do not wait for a turn of the engine's loop."""
-        if not self.lines:
+        """Until the version is at every worker. Consumes: their replies. Waits for: the pulls, over the workers' own
+        control lines, which do not wait for a turn of the engine's loop. Unblocked by: the deadline; a worker that
+        does not answer pings; an engine that its host knows to be dead. A busy engine is none of these."""
+        if not self.workers:
             raise WeightSyncError(f"{self.name} is not connected; it must join the epoch first")
         left_s = self._left(version, give_up)
-        progress = await self._ask(PrefetchRequest(version=version, deadline_s=left_s), version, give_up)
-        started = self._clock()
-        while not all(one.is_done for one in progress):
-            await asyncio.sleep(min(max(FIRST_POLL_S, POLL_FRAC * (self._clock() - started)), LAST_POLL_S))
-            progress = await self._ask(PollRequest(version=version), version, give_up)
-
-    async def _ask(self, request: Request, version: int, give_up: float) -> list[Progress]:
-        """Every worker's answer. A worker that is quiet for a moment is looked after through its host, which knows at
-        once if it is dead."""
-        left_s = self._left(version, give_up)
-        asking = asyncio.ensure_future(
-            gather_all(line.ask(request, Progress, deadline_s=left_s) for line in self.lines)
-        )
+        request = PrefetchRequest(version=version, deadline_s=left_s)
+        indices = range(len(self.workers))
+        arriving = {asyncio.ensure_future(self.ask(i, request, Arrived, deadline_s=left_s)) for i in indices}
+        pending: set[asyncio.Future[Any]] = {*arriving}
+        watching: set[asyncio.Future[Any]] = set()
+        timeout_s: float | None = PING_S
         try:
-            if not (await asyncio.wait({asking}, timeout=QUIET_S))[0]:
-                await self.handle.call("ws_status", timeout_s=min(SILENCE_S, left_s))
-            return await asking
+            while pending:
+                done, _ = await asyncio.wait(pending | watching, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                pending, watching = pending - done, watching - done
+                if pending and timeout_s is not None:
+                    timeout_s = None
+                    watching = {asyncio.ensure_future(self._watch(i)) for i in indices}
+                    # The host knows a dead engine. A busy one answers late, which is no failure: it has all the time.
+                    asking = self.handle.call("ws_status", timeout_s=left_s + ANSWER_S)
+                    watching.add(asyncio.ensure_future(asking))
         except WeightSyncError as error:
             raise type(error)(f"{self.handle.name}: {error}") from error
         finally:
-            asking.cancel()
+            await _cancelled([*arriving, *watching])
+
+    async def _watch(self, index: int) -> None:
+        """Raises TimeoutError when a worker does not answer a ping. Never returns."""
+        while True:
+            await self.ask(index, Ping(), Pong, deadline_s=SILENCE_S)
+            await asyncio.sleep(PING_S)
 
     def _attempt_deadline(self, attempt: int, give_up: float) -> float:
         now = self._clock()
@@ -240,6 +261,14 @@ class Member:
         if left_s <= 0:
             raise PullTimeout(f"{self.handle.name}: version {version} did not arrive within its deadline")
         return left_s
+
+
+async def _cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel, and wait until they have ended."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gather_all(calls: Iterable[Any]) -> list[Any]:

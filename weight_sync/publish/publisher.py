@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weight_sync.channel import ControlServer, Membership
+from weight_sync.channel import ControlServer
 from weight_sync.errors import PlanMismatch, PullTimeout, VersionUnavailable, WeightSyncError
 from weight_sync.messages import (
     Dropped,
@@ -262,8 +262,9 @@ class WeightPublisher:
         try:
             epoch = self._make_epoch(opening, manifest, plan, end)
             probe_bytes, probe_digest = self._write_probe(epoch)
-            membership = Membership(run_id=opening.run_id, epoch=opening.epoch, secret=opening.secret)
-            server = ControlServer(lambda sender, ask: _handle(epoch, sender, ask), membership, host=host)
+            server = ControlServer(
+                lambda sender, ask: _handle(epoch, sender, ask), opening.keys, epoch=opening.epoch, host=host
+            )
         except BaseException:
             end.close()
             raise
@@ -273,7 +274,7 @@ class WeightPublisher:
             PublisherInfo(
                 rank=self._rank,
                 node=node_id(),
-                endpoint=server.endpoint,
+                address=server.address,
                 arenas=end.handles,
                 manifest_digest=manifest.digest,
                 probe_bytes=probe_bytes,

@@ -2,7 +2,7 @@
 
     bake ─> open(epoch) ─> prefetch(v) ─> commit(v) ─> prefetch(v+1) ─> ... ─> close
 
-    A control thread of the worker's own answers prefetch and poll: neither waits for a turn of the engine's loop.
+    The coordinator asks for a prefetch over the worker's own control line, which does not wait for the engine's loop.
     staged:  prefetch pulls into a shadow block in a background thread while the engine generates, and verifies it;
              commit copies shadow -> parameters on the device. A failure leaves the old weights whole.
     inplace: prefetch only leases, so that the version stays; commit pulls straight into the parameters and verifies.
@@ -17,20 +17,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
 import torch
 
-from weight_sync.channel import ControlServer, Membership
+from weight_sync.channel import ControlServer
 from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, ReplicaDirty, WeightSyncError
 from weight_sync.messages import (
+    Arrived,
     BakeRequest,
     Linked,
     LinkRequest,
     OpenReceiver,
-    PollRequest,
     PrefetchRequest,
-    Progress,
     PullReport,
     ReadBack,
     ReceiverInfo,
@@ -74,15 +75,16 @@ class Prefetch:
         self._give_up = Deadline(host.clock() + deadline_s + SLACK_S, self._check)
         self._deadline_s = deadline_s
         self._is_aborted = threading.Event()
-        self._outcome: Pulled | BaseException | None = None
+        self.result: Future[Pulled] = Future()
+        """What it cost, or the `WeightSyncError` that ended it."""
         self._thread = threading.Thread(target=self._run, name=f"weight-sync-prefetch-{version}", daemon=True)
         self._thread.start()
 
     def extend(self, deadline_s: float) -> bool:
         """A retry wants the same version, and has until `deadline_s` from now. False if there is nothing to join: the
         pull failed, or is about to, since its time is over."""
-        if self._outcome is not None:
-            return not isinstance(self._outcome, BaseException)
+        if self.result.done():
+            return self.result.exception() is None
         now = self._host.clock()
         if now >= self._give_up.at:
             return False
@@ -93,30 +95,16 @@ class Prefetch:
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
-    def outcome(self) -> Pulled | None:
-        """What it cost; None while it runs.
-
-        Raises:
-            WeightSyncError: what made it fail.
-        """
-        match self._outcome:
-            case WeightSyncError() as error:
-                raise error
-            case BaseException() as error:
-                raise WeightSyncError(f"the pull of version {self.version} failed: {error!r}") from error
-            case outcome:
-                return outcome
-
     def wait(self, timeout_s: float) -> Pulled:
         """
         Raises:
             PullTimeout: it still runs after `timeout_s`.
+            WeightSyncError: what made it fail.
         """
-        self._thread.join(max(0.0, timeout_s))
-        outcome = self.outcome()
-        if outcome is None:
-            raise PullTimeout(f"version {self.version} is still being pulled after {timeout_s:.1f} s more")
-        return outcome
+        try:
+            return self.result.result(max(0.0, timeout_s))
+        except FutureTimeout:
+            raise PullTimeout(f"version {self.version} is still being pulled after {timeout_s:.1f} s more") from None
 
     def abort(self) -> bool:
         """Stop and wait for the thread. False if it does not end, so that what it uses must not be freed."""
@@ -131,14 +119,18 @@ class Prefetch:
             if self._host.device.index is not None:
                 self._host.backend.set_device(self._host.device.index)
             if self._epoch.landing.is_staged:
-                self._outcome = self._epoch.pull(self.version, give_up=self._give_up)
+                pulled = self._epoch.pull(self.version, give_up=self._give_up)
             else:
                 self._epoch.lease(self.version, give_up=self._give_up, ttl_s=self._deadline_s)
-                self._outcome = Pulled()
-        except BaseException as error:  # noqa: BLE001 - a thread's edge: `outcome` raises it again in the caller's thread
-            # At once: giving things back takes a while, and a retry that comes meanwhile must not join.
-            self._outcome = error
+                pulled = Pulled()
+        except BaseException as error:  # noqa: BLE001 - a thread's edge: who waits for `result` gets it
+            if not isinstance(error, WeightSyncError):
+                error = WeightSyncError(f"the pull of version {self.version} failed: {error!r}")
+            # Before anything is given back, which takes a while: a retry that comes meanwhile must not join.
+            self.result.set_exception(error)
             self._epoch.give_up()
+        else:
+            self.result.set_result(pulled)
 
     def _check(self) -> None:
         if self._is_aborted.is_set():
@@ -175,6 +167,7 @@ class WeightReceiver:
         self._host = Host(model=model, backend=backend, worker=worker, device=device, clock=clock)
         self._epoch: ReceiverEpoch | None = None
         self._server: ControlServer | None = None
+        self._requests: ThreadPoolExecutor | None = None
         self._prefetch: Prefetch | None = None
         self._prefetch_lock = threading.RLock()
         self._commit_lock = threading.Lock()
@@ -210,12 +203,12 @@ class WeightReceiver:
         epoch = open_epoch(request, self._host, reloads=self._reloads())
         try:
             epoch.reach_all(deadline_s=request.deadline_s)
-            membership = Membership(run_id=request.run_id, epoch=request.epoch, secret=request.secret)
             host = reachable_host() if request.host is None else request.host
-            server = ControlServer(self._handle, membership, host=host)
+            server = ControlServer(self._handle, request.keys, epoch=request.epoch, host=host)
         except BaseException:
             epoch.close()
             raise
+        self._requests = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-requests")
         self._epoch, self._server = epoch, server
         # Versions of another epoch may be other weights under the same number.
         self._live_version = None
@@ -226,17 +219,21 @@ class WeightReceiver:
             shadow_bytes=0 if epoch.landing.shadow is None else epoch.landing.shadow.nbytes,
             pull_bytes=epoch.plan.nbytes,
             probe_s=self._clock() - started,
-            endpoint=server.endpoint,
+            address=server.address,
             node=node_id(),
             transports=epoch.transports,
             reasons=epoch.reasons,
             relay=epoch.relay_handle,
         )
 
-    def prefetch(self, version: int, *, deadline_s: float) -> None:
-        """Start to bring `version` here and return at once. `poll` tells when it is done.
+    def prefetch(self, version: int, *, deadline_s: float) -> Future[Pulled]:
+        """Start to bring `version` here. The future ends when it has arrived, or with what made the pull fail; the
+        parameters are untouched either way.
 
         Asking again for a version that is under way or has arrived only gives it more time, so a retry is safe.
+
+        Raises:
+            WeightSyncError: a commit, or an earlier pull that does not stop, is in the way.
         """
         # What a commit reads must not be overwritten under it.
         if not self._commit_lock.acquire(timeout=min(deadline_s, COMMIT_WAIT_S)):
@@ -246,27 +243,16 @@ class WeightReceiver:
                 epoch = self._opened()
                 if self._prefetch is not None:
                     if self._prefetch.version == version and self._prefetch.extend(deadline_s):
-                        return
+                        return self._prefetch.result
                     if not self.abort():
                         raise WeightSyncError(
                             f"worker {self._worker}: an earlier pull does not stop and still writes where version "
                             f"{version} would land; the engine must be restarted"
                         )
                 self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
+                return self._prefetch.result
         finally:
             self._commit_lock.release()
-
-    def poll(self, version: int) -> bool:
-        """Whether the prefetch of `version` is done.
-
-        Raises:
-            WeightSyncError: what made it fail (the parameters are untouched), or there is none.
-        """
-        with self._prefetch_lock:
-            prefetch = self._prefetch
-        if prefetch is None or prefetch.version != version:
-            raise WeightSyncError(f"worker {self._worker} has no prefetch of version {version}; call prefetch first")
-        return prefetch.outcome() is not None
 
     def commit(self, version: int, *, deadline_s: float) -> PullReport:
         """Make `version` the live weights; nothing to do if it is. The engine must not step meanwhile.
@@ -375,13 +361,16 @@ class WeightReceiver:
             DeviceError: (or another) one thing could not be closed; everything else is.
         """
         server, self._server = self._server, None
+        with self._prefetch_lock:
+            epoch, self._epoch = self._epoch, None  # a request that comes now finds nothing open
+            requests, self._requests = self._requests, None
         try:
             if server is not None:
                 server.close()
+            if requests is not None:
+                requests.shutdown(wait=False, cancel_futures=True)
         finally:
-            has_stopped = self.abort()
-            epoch, self._epoch = self._epoch, None
-            if epoch is not None and has_stopped:
+            if self.abort() and epoch is not None:
                 epoch.close()
 
     def _drop_prefetch_of(self, version: int) -> None:
@@ -389,18 +378,41 @@ class WeightReceiver:
             if self._prefetch is not None and self._prefetch.version == version:
                 self.abort()
 
-    def _handle(self, sender: str, request: Request) -> Response:
-        """Answer the coordinator. Runs in the control thread."""
+    def _handle(self, sender: str, request: Request) -> Future[Response]:
+        """Begin what the coordinator asks for. Runs in the control thread, which must stay free to answer pings."""
         match request:
-            case PrefetchRequest(version=version, deadline_s=deadline_s):
-                self.prefetch(version, deadline_s=deadline_s)
-                return Progress(version=version, is_done=self.poll(version))
+            case PrefetchRequest():
+                return self._in_turn(lambda reply: self._bring(request, reply))
             case LinkRequest():
-                return Linked(is_relayed=self._link(request))
-            case PollRequest(version=version):
-                return Progress(version=version, is_done=self.poll(version))
+                return self._in_turn(lambda reply: reply.set_result(Linked(is_relayed=self._link(request))))
             case _:
                 raise ValueError(f"{sender} sent a {type(request).__name__}, which an engine worker does not answer")
+
+    def _in_turn(self, work: Callable[[Future[Response]], None]) -> Future[Response]:
+        """A reply that `work` gives, now or later, after the requests before it were begun."""
+        reply: Future[Response] = Future()
+        requests = self._requests
+        if requests is None:
+            raise WeightSyncError(f"worker {self._worker} has no open epoch; the coordinator must open it first")
+
+        def begin() -> None:
+            try:
+                work(reply)
+            except Exception as error:  # noqa: BLE001 - the coordinator is told
+                reply.set_exception(error)
+
+        requests.submit(begin)
+        return reply
+
+    def _bring(self, request: PrefetchRequest, reply: Future[Response]) -> None:
+        def finish(pulled: Future[Pulled]) -> None:
+            error = pulled.exception()
+            if error is None:
+                reply.set_result(Arrived(version=request.version))
+            else:
+                reply.set_exception(error)
+
+        self.prefetch(request.version, deadline_s=request.deadline_s).add_done_callback(finish)
 
     def _link(self, request: LinkRequest) -> bool:
         """Links change between two syncs, so a pull that is under way is nobody's any more and ends: with its old links

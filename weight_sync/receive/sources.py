@@ -19,7 +19,7 @@ import msgspec
 import torch
 import zmq
 
-from weight_sync.channel import ControlClient, Membership
+from weight_sync.channel import ControlClient
 from weight_sync.errors import (
     DigestMismatch,
     LeaseExpired,
@@ -315,7 +315,7 @@ class ReceiverEpoch:
         return self._relay.handle
 
     def reach_all(self, *, deadline_s: float) -> None:
-        """Greet every source, and read the pattern it shows before its first version, by the best way that works.
+        """Ping every source, and read the pattern it shows before its first version, by the best way that works.
 
         Raises:
             TransportUnusable: there is no such way.
@@ -328,7 +328,7 @@ class ReceiverEpoch:
         # Before the patterns, which may take all the time: a learner that has none left to answer in is not lost.
         for source in self._sources.values():
             left_s = give_up - self._host.clock()
-            source.client.hello(deadline_s=min(SILENCE_S, max(left_s, LAST_WORD_S)))
+            source.client.ping(deadline_s=min(SILENCE_S, max(left_s, LAST_WORD_S)))
         for rank, source in self._sources.items():
             self._reaches[rank] = Reach(
                 self._host.backend,
@@ -441,13 +441,13 @@ class ReceiverEpoch:
 
     def _connect(self) -> dict[int, Source]:
         infos = {info.rank: info for info in self._request.publishers}
-        member = Membership(run_id=self._request.run_id, epoch=self._request.epoch, secret=self._request.secret)
         sources: dict[int, Source] = {}
         for rank in sorted(self.landing.pieces):
             client = ControlClient(
                 zmq.Context.instance(),
-                infos[rank].endpoint,
-                membership=member,
+                infos[rank].address,
+                self._request.keys,
+                epoch=self._request.epoch,
                 sender=self._holder,
                 clock=self._host.clock,
             )

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.contract.transports.world import (
-    MEMBERSHIP,
+    KEYS,
     PRELOAD,
     QUICK,
     SLOW_MESSAGE_BYTES,
@@ -100,7 +100,7 @@ def test_a_publisher_lost_in_mid_transfer_is_noticed_and_others_still_serve(
     remotes = {4: victim, 5: world.survivor}
     end = local.open(
         {rank: remote.handle for rank, remote in remotes.items()},
-        {rank: remote.endpoint for rank, remote in remotes.items()},
+        {rank: remote.address for rank, remote in remotes.items()},
     )
     landing = local.empty(world.kind.slot_bytes)
     # A broken connection does not show whether the publisher is lost; a silent control line does.
@@ -147,7 +147,7 @@ def test_a_receiver_lost_in_mid_transfer_holds_up_nobody_and_leaves_no_thread(
     world: World, local: Local, blow: signal.Signals
 ) -> None:
     publisher = world.survivor
-    args = (world.kind, encode(publisher.handle), publisher.endpoint)
+    args = (world.kind, encode(publisher.handle), encode(publisher.address), KEYS)
     victim = Child("victim", VictimReceiver, *args, num_lines=2, preload=PRELOAD)
     try:
         victim.tell("pull")
@@ -189,7 +189,7 @@ def test_a_publisher_that_cannot_be_connected_makes_the_transport_unusable() -> 
     """
     remote = Remote(Kind("gloo", host="127.0.0.1", timing=QUICK)).wait()
     local = Local(remote.kind)
-    lines = {4: local.line(remote.endpoint)}
+    lines = {4: local.line(remote.address)}
     # Nobody has an address of TEST-NET-1, so gloo cannot listen there.
     end = PairReceiverEnd(local.backend, {4: remote.handle}, lines, host="192.0.2.1", timing=QUICK)
     with pytest.raises(TransportUnusable, match=r"gloo from the publisher at 127\.0\.0\.1: gloo on 192\.0\.2\.1"):
@@ -202,7 +202,7 @@ def test_a_publisher_that_cannot_be_connected_makes_the_transport_unusable() -> 
 def test_bytes_travel_between_the_addresses_that_the_ends_were_given() -> None:
     remote = Remote(Kind("gloo", host="127.0.0.2")).wait()
     local = Local(remote.kind)
-    lines = {4: local.line(remote.endpoint)}
+    lines = {4: local.line(remote.address)}
     end = PairReceiverEnd(local.backend, {4: remote.handle}, lines, host="127.0.0.3")
     landing = local.empty()
     end.pull(4, 1, [Piece(0, landing)], check=nothing)
@@ -211,7 +211,7 @@ def test_bytes_travel_between_the_addresses_that_the_ends_were_given() -> None:
     assert "127.0.0.3" in {connection.laddr[0] for connection in connections if not connection.raddr}
     assert "127.0.0.2" in {connection.raddr[0] for connection in connections if connection.raddr}
     assert own_address("127.0.0.2").startswith("127.")
-    assert MEMBERSHIP.secret not in encode(remote.handle)
+    assert KEYS.secret not in encode(remote.handle)
     end.close()
     local.close()
     remote.close()

@@ -16,8 +16,8 @@ import zmq
 from tests.contract.transports.host_groups import HostNccl, put_hccl_in_place
 from tests.fakes.drivers.build import make_backend
 from tests.fakes.processes import Child
-from weight_sync.channel import ControlClient, ControlServer, Membership
-from weight_sync.messages import ArenaHandle, decode, encode
+from weight_sync.channel import ControlClient, ControlServer
+from weight_sync.messages import ArenaHandle, PeerAddress, RunKeys, decode, encode
 from weight_sync.transports import mapped, pair, pair_sender
 from weight_sync.transports.base import Piece
 from weight_sync.transports.exporter import Offer
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 SLOT_BYTES, NUM_SLOTS = 10_007, 3
 REAL_NCCL = getattr(dist, "ProcessGroupNCCL", None)
-MEMBERSHIP = Membership(run_id="contract", epoch=1, secret=b"of the contract suite")
+_PUBLIC, _SECRET = zmq.curve_keypair()
+KEYS = RunKeys(run_id="contract", public=_PUBLIC, secret=_SECRET)
 QUICK = Timing(connect_s=20.0, stall_s=5.0, silence_s=2.0)
 """For publishers and receivers whose peers are killed: their deadlines are what a test waits for. As in `Timing()`, a
 silent publisher is noticed long before a transfer that does not move."""
@@ -82,7 +83,7 @@ def pattern(slot: int, nbytes: int = SLOT_BYTES) -> torch.Tensor:
 class Publisher:
     """Fills its slots and serves its end."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: Kind, keys: RunKeys) -> None:
         if kind.is_slow:
             pair_sender.batches = slowly
         self._backend = kind.make_backend(device=0)
@@ -92,15 +93,15 @@ class Publisher:
         )  # fmt: skip
         for slot in range(NUM_SLOTS):
             self.pack(slot, pattern(slot, kind.slot_bytes))
-        self._server = ControlServer(self._end.answer, MEMBERSHIP, host=kind.host)
+        self._server = ControlServer(self._end.answer, keys, epoch=1, host=kind.host)
 
     def pack(self, slot: int, data: torch.Tensor) -> None:
         self._end.slot(slot).copy_(data)
         self._backend.synchronize_current()
         self._end.seal(slot)
 
-    def address(self) -> tuple[bytes, str]:
-        return encode(self._end.handles[0]), self._server.endpoint
+    def address(self) -> tuple[bytes, bytes]:
+        return encode(self._end.handles[0]), encode(self._server.address)
 
     def see_threads(self) -> list[str]:
         return [thread.name for thread in threading.enumerate()]
@@ -123,11 +124,12 @@ class Remote(Child):
     """A publisher process. `wait` once, before anything else: several may start concurrently."""
 
     def __init__(self, kind: Kind) -> None:
-        super().__init__("publisher", Publisher, kind, num_lines=2, preload=PRELOAD)
+        super().__init__("publisher", Publisher, kind, KEYS, num_lines=2, preload=PRELOAD)
         self.kind = kind
 
     def wait(self) -> Remote:
-        handle, self.endpoint = self.ask("address", timeout_s=90.0)
+        handle, address = self.ask("address", timeout_s=90.0)
+        self.address = decode(address, PeerAddress)
         self.handle = decode(handle, ArenaHandle)
         return self
 
@@ -147,9 +149,9 @@ class Remote(Child):
 class VictimReceiver:
     """Pulls slot 1 of a slow publisher until it is killed or stopped."""
 
-    def __init__(self, kind: Kind, handle: bytes, endpoint: str) -> None:
-        local = Local(kind, name="victim/0")
-        self._end = local.open({4: decode(handle, ArenaHandle)}, {4: endpoint})
+    def __init__(self, kind: Kind, handle: bytes, address: bytes, keys: RunKeys) -> None:
+        local = Local(kind, name="victim/0", keys=keys)
+        self._end = local.open({4: decode(handle, ArenaHandle)}, {4: decode(address, PeerAddress)})
         self._landing = local.empty(kind.slot_bytes)
 
     def pull(self) -> None:
@@ -171,19 +173,20 @@ def slow_pieces(landing: torch.Tensor) -> list[Piece]:
 class Local:
     """This process as a receiver: lines and ends, closed together."""
 
-    def __init__(self, kind: Kind, *, name: str = "local/0") -> None:
+    def __init__(self, kind: Kind, *, name: str = "local/0", keys: RunKeys = KEYS) -> None:
         self.kind = kind
+        self._keys = keys
         self.backend = kind.make_backend(device=1)
         self._name, self._context = name, zmq.Context()
         self._clients: list[ControlClient] = []
         self._ends: list[ReceiverEnd] = []
 
-    def line(self, endpoint: str) -> ControlClient:
-        self._clients.append(ControlClient(self._context, endpoint, membership=MEMBERSHIP, sender=self._name))
+    def line(self, address: PeerAddress) -> ControlClient:
+        self._clients.append(ControlClient(self._context, address, self._keys, epoch=1, sender=self._name))
         return self._clients[-1]
 
-    def open(self, arenas: dict[int, ArenaHandle], endpoints: dict[int, str]) -> ReceiverEnd:
-        lines, kind = {rank: self.line(endpoint) for rank, endpoint in endpoints.items()}, self.kind
+    def open(self, arenas: dict[int, ArenaHandle], addresses: dict[int, PeerAddress]) -> ReceiverEnd:
+        lines, kind = {rank: self.line(address) for rank, address in addresses.items()}, self.kind
         if kind.is_pair:
             end = pair.PairReceiverEnd(self.backend, arenas, lines, timing=kind.timing)
         else:
@@ -192,7 +195,7 @@ class Local:
         return end
 
     def open_one(self, remote: Remote) -> ReceiverEnd:
-        return self.open({4: remote.handle}, {4: remote.endpoint})
+        return self.open({4: remote.handle}, {4: remote.address})
 
     def empty(self, nbytes: int = SLOT_BYTES) -> torch.Tensor:
         """Zeros where this receiver's engine would have its parameters."""

@@ -123,7 +123,7 @@ async def test_nothing_is_allocated_after_the_first_sync(commit: str) -> None:
             report = await world.step(version)
             if version == 10:
                 files, threads = open_files(), own_threads()
-        names = ("allocations", "registrations", "sockets", "control_sessions")
+        names = ("allocations", "registrations", "sockets", "control_connections")
         assert {n: report.counters[n] for n in names} == {n: first.counters[n] for n in names}
         # Fewer is fine: sockets of earlier tests are closed by a thread of their context, some time.
         assert open_files() <= files

@@ -76,9 +76,7 @@ async def test_pull_beside_a_commit_does_not_reach_what_is_committed() -> None:
             if version < 2:
                 await coordinator.sync(version)
             if version == 2:
-                receiver.prefetch(2, deadline_s=5.0)
-                while not receiver.poll(2):
-                    await asyncio.sleep(0.001)
+                await asyncio.wrap_future(receiver.prefetch(2, deadline_s=5.0))
         backend.is_armed = True
         commit = threading.Thread(target=receiver.commit, args=(2,), kwargs={"deadline_s": 10.0}, name="commit")
         commit.start()

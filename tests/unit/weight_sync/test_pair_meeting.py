@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from weight_sync.channel import ControlClient, ControlServer, Membership
+from weight_sync.channel import ControlClient, ControlServer, make_run_keys
 from weight_sync.device.collectives import CollectiveGroup, GlooGroup, LinkBroken, hccl_group
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PublisherLost, WeightSyncError
@@ -251,15 +251,15 @@ def test_two_receivers_in_one_process_connect_and_pull_side_by_side(monkeypatch:
     chance = random.Random(0)
     for owner, name in ((GlooGroup, "__init__"), (StoreMirror, "own"), (StoreMirror, "learn"), (ControlClient, "ask")):
         dawdle(monkeypatch, owner, name, chance)
-    membership = Membership(run_id="r", epoch=1, secret=b"s")
+    keys = make_run_keys("r")
     offer = Offer(("gloo",), CpuBackend(), slot_bytes=4096, num_slots=2, host="127.0.0.1")
     for slot in range(2):
         offer.slot(slot).copy_(torch.arange(4096).mul(slot + 3).remainder(251).to(torch.uint8))
-    server = ControlServer(offer.answer, membership)
+    server = ControlServer(offer.answer, keys, epoch=1)
     context = zmq.Context()
 
     def receive(number: int) -> None:
-        client = ControlClient(context, server.endpoint, membership=membership, sender=f"r{number}/0")
+        client = ControlClient(context, server.address, keys, epoch=1, sender=f"r{number}/0")
         end = PairReceiverEnd(CpuBackend(), {4: offer.handles[0]}, {4: client})
         try:
             for slot in (number, 1 - number):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.fakes.sync_world import DTYPE, PARAMS, FusedModel, LocalPublisher, full_weights, local_tensors
+from weight_sync.channel import make_run_keys
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PlanMismatch, PullTimeout, WeightSyncError
 from weight_sync.messages import (
@@ -33,7 +34,7 @@ def manifest_of(num_ranks: int, num_workers: int) -> Manifest:
 
 
 def opening(manifest: Manifest, **changes: object) -> bytes:
-    fields = {"run_id": "run", "secret": b"s" * 32, "epoch": 1, "manifest": manifest_to_bytes(manifest),
+    fields = {"keys": make_run_keys("run"), "epoch": 1, "manifest": manifest_to_bytes(manifest),
               "transport": "shm", "num_slots": 2, "verify": True, "host": "127.0.0.1"}  # fmt: skip
     return encode(OpenPublisher(**{**fields, **changes}))
 

@@ -12,6 +12,7 @@ import pytest
 from tests.fakes.ports import listening_ports
 from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
 from tests.fakes.weight_job import LearnerProcess
+from weight_sync.channel import make_run_keys
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import (
     LeaseExpired,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from weight_sync.receive.receiver import WeightReceiver
 
+KEYS = make_run_keys("run")
 OLD, NEW = full_weights(0), full_weights(1)
 
 
@@ -55,7 +57,7 @@ class Pair:
         self.receiver: WeightReceiver = self.replica.receivers[0]
         shards = shard_descs(PARAMS, num_ranks=len(publishers))
         manifest = build_manifest(epoch=1, params=PARAMS, shards=shards, workers=[self.receiver.bake(PARAMS)])
-        shared = {"run_id": "run", "secret": b"s" * 32, "epoch": 1, "manifest": manifest_to_bytes(manifest),
+        shared = {"keys": KEYS, "epoch": 1, "manifest": manifest_to_bytes(manifest),
                   "verify": True}  # fmt: skip
         request = encode(OpenPublisher(**shared, transport="shm", num_slots=2, host="127.0.0.1"))
         self.infos = tuple(decode(ask(p, "ws_open", request), PublisherInfo) for p in publishers)
@@ -65,9 +67,7 @@ class Pair:
         self.receiver.open(self.request)
 
     def fetch(self, version: int, deadline_s: float = 10.0) -> None:
-        self.receiver.prefetch(version, deadline_s=deadline_s)
-        while not self.receiver.poll(version):
-            time.sleep(0.002)
+        self.receiver.prefetch(version, deadline_s=deadline_s).result(60)
 
     def after_pull(self, action: Callable[[], None]) -> None:
         """Run `action` once, after the bytes of the first source were copied and before they are checked."""
@@ -292,10 +292,10 @@ def test_a_pull_goes_on_while_its_retry_is_on_its_way(closing: list[Any], local:
     watched.late_s = 6.0
     may_look.set()
     assert has_looked.wait(30)
-    watched.receiver.prefetch(2, deadline_s=60.0)
+    second = watched.receiver.prefetch(2, deadline_s=60.0)
     watched.late_s = 60.0
     may_go_on.set()
-    watched.wait_for(lambda: watched.receiver.poll(2))
+    second.result(30)
     assert watched.num_pulls == 1, "what had arrived was thrown away"
     watched.receiver.commit(2, deadline_s=5.0)
     assert watched.receiver.live_version == 2
@@ -313,8 +313,8 @@ def test_a_retry_does_not_join_a_pull_whose_time_is_over(closing: list[Any], loc
     watched.wait_for(lambda: watched.num_pulls == 1)
     has_begun.set()
     watched.late_s = 5.0 + prefetch.SLACK_S + 1.0
-    watched.receiver.prefetch(2, deadline_s=30.0)
-    watched.wait_for(lambda: watched.receiver.poll(2))
+    second = watched.receiver.prefetch(2, deadline_s=30.0)
+    second.result(30)
     assert watched.num_pulls == 2
 
 
@@ -338,8 +338,8 @@ def test_a_retry_does_not_join_a_pull_that_gives_back_its_leases(closing: list[A
     watched.receiver.prefetch(2, deadline_s=30.0)
     assert is_giving_back.wait(30)
     threading.Timer(0.2, may_end.set).start()
-    watched.receiver.prefetch(2, deadline_s=30.0)
-    watched.wait_for(lambda: watched.receiver.poll(2))
+    second = watched.receiver.prefetch(2, deadline_s=30.0)
+    second.result(30)
     assert watched.num_pulls == 2
 
 
@@ -349,7 +349,7 @@ def test_other_manifest_than_the_learners_is_refused(local: LocalPublisher, clos
         epoch=2, params=PARAMS, shards=shard_descs(PARAMS, num_ranks=1), workers=[pair.receiver.bake(PARAMS)]
     )
     request = OpenReceiver(
-        run_id="run", secret=b"s" * 32, epoch=2, manifest=manifest_to_bytes(other), replica="r0",
+        keys=KEYS, epoch=2, manifest=manifest_to_bytes(other), replica="r0",
         commit="staged", verify=True, publishers=pair.infos, deadline_s=1.0, host="127.0.0.1", relay=False,
     )  # fmt: skip
     with pytest.raises(PlanMismatch, match="every party must open the same epoch"):
@@ -381,7 +381,7 @@ def test_learner_killed_in_mid_pull_is_noticed_in_time(
 ) -> None:
     monkeypatch.setattr(sources, "SILENCE_S", 1.0)
     pair = open_process_pair(process, closing, commit)
-    names, port = shared_memory_names(), int(pair.infos[0].endpoint.rpartition(":")[2])
+    names, port = shared_memory_names(), int(pair.infos[0].address.endpoint.rpartition(":")[2])
     assert port in listening_ports([process.pid])
     pair.after_pull(process.kill)
     started = time.monotonic()
@@ -478,10 +478,10 @@ def test_dead_learner_is_noticed_when_the_epoch_opens(process: LearnerProcess) -
     pair.receiver.close()
     process.kill()
     request = OpenReceiver(
-        run_id="run", secret=b"s" * 32, epoch=1, manifest=_manifest_bytes(pair), replica="r0",
+        keys=KEYS, epoch=1, manifest=_manifest_bytes(pair), replica="r0",
         commit="staged", verify=True, publishers=pair.infos, deadline_s=1.0, host="127.0.0.1", relay=False,
     )  # fmt: skip
-    with pytest.raises(PublisherLost, match=r"did not answer Hello within 1\.0 s"):
+    with pytest.raises(PublisherLost, match=r"did not answer Ping within 1\.0 s"):
         pair.receiver.open(request)
 
 

@@ -1,0 +1,567 @@
+"""The control line: members are served whatever strangers, former members and hostile frames do."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import random
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from tests.fakes.sync_world import PARAMS, FusedModel, LocalPublisher, LocalReplica, full_weights
+from weight_sync import channel
+from weight_sync.channel import MAX_REQUEST_BYTES, ControlClient, ControlServer, Switchboard, make_run_keys
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.errors import PlanMismatch, PublisherLost, StaleEpoch, VersionUnavailable, WeightSyncError
+from weight_sync.messages import (
+    Arrived,
+    LeaseGranted,
+    LeaseRequest,
+    OpenPublisher,
+    OpenReceiver,
+    PeerAddress,
+    Ping,
+    Pong,
+    PrefetchRequest,
+    PublisherInfo,
+    Released,
+    ReleaseRequest,
+    Renewed,
+    RenewRequest,
+    Request,
+    Response,
+    RunKeys,
+    decode,
+    encode,
+    manifest_to_bytes,
+)
+from weight_sync.plan.planner import build_manifest
+from weight_sync.publish.shards import shard_descs
+from weight_sync.receive.recorder import record_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+KEYS = make_run_keys("run")
+OTHER_RUN = make_run_keys("other")
+EPOCH = 3
+LEASE = LeaseRequest(version=7, worker=0, ttl_s=1.0)
+RELEASE = ReleaseRequest(lease_id=1, slot=1, generation=2)
+MB = 1_000_000
+ANSWER_S = 20.0
+
+
+class Desk:
+    """A handler that remembers what it was asked. A prefetch is answered when the test says so."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Request]] = []
+        self.arrival: Future[Response] = Future()
+
+    def __call__(self, sender: str, request: Request) -> Response | Future[Response]:
+        self.seen.append((sender, request))
+        match request:
+            case LeaseRequest(version=7):
+                return LeaseGranted(lease_id=len(self.seen), slot=1, generation=2, digests=(2**64 - 1, 0), seal_s=0.0)
+            case LeaseRequest():
+                raise VersionUnavailable(f"version {request.version} is not held here")
+            case PrefetchRequest():
+                return self.arrival
+            case _:
+                return Released(is_intact=True)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+def server(desk: Desk) -> Iterator[ControlServer]:
+    server = ControlServer(desk, KEYS, epoch=EPOCH)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def client_of(
+    context: zmq.Context, address: PeerAddress, keys: RunKeys = KEYS, *, epoch: int = EPOCH, sender: str = "r0/0"
+) -> ControlClient:
+    return ControlClient(context, address, keys, epoch=epoch, sender=sender)
+
+
+def member_socket(context: zmq.Context, address: PeerAddress) -> zmq.Socket:
+    """Of a process that has the keys of the run, and sends what it likes."""
+    dealer = context.socket(zmq.DEALER)
+    channel._set_up_client(dealer, KEYS, address)
+    dealer.connect(address.endpoint)
+    return dealer
+
+
+def wait_for(counters: Callable[[], dict[str, int]], name: str, count: int) -> None:
+    until = time.monotonic() + ANSWER_S
+    while counters().get(name, 0) < count:
+        assert time.monotonic() < until, f"{name} is {counters()}, expected {count}"
+        time.sleep(0.005)
+
+
+def serves_members(context: zmq.Context, server: ControlServer) -> bool:
+    client = client_of(context, server.address, sender="r1/0")
+    try:
+        return client.ask(LEASE, LeaseGranted, deadline_s=ANSWER_S).slot == 1
+    finally:
+        client.close()
+
+
+# Answers
+
+
+def test_an_answer_keeps_64_bit_digests_and_the_server_knows_who_asked(
+    context: zmq.Context, server: ControlServer, desk: Desk
+) -> None:
+    assert client_of(context, server.address).ask(LEASE, LeaseGranted, deadline_s=ANSWER_S).digests == (2**64 - 1, 0)
+    assert desk.seen == [("r0/0", LEASE)]
+
+
+def test_a_refusal_keeps_its_type_and_message(context: zmq.Context, server: ControlServer) -> None:
+    with pytest.raises(VersionUnavailable, match="version 9 is not held here"):
+        client_of(context, server.address).ask(
+            LeaseRequest(version=9, worker=0, ttl_s=1.0), LeaseGranted, deadline_s=ANSWER_S
+        )
+
+
+def test_a_ping_is_answered_while_another_request_waits(
+    context: zmq.Context, server: ControlServer, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "RESEND_S", 0.05)
+    waiting, other = client_of(context, server.address), client_of(context, server.address, sender="r0/1")
+    found: list[Arrived] = []
+    prefetch = PrefetchRequest(version=7, deadline_s=9.0)
+    thread = threading.Thread(target=lambda: found.append(waiting.ask(prefetch, Arrived, deadline_s=ANSWER_S)))
+    thread.start()
+    until = time.monotonic() + ANSWER_S
+    while not desk.seen and time.monotonic() < until:
+        time.sleep(0.005)
+    for _ in range(5):
+        other.ping(deadline_s=ANSWER_S)
+        time.sleep(0.05)
+    assert not found and [request for _, request in desk.seen] == [prefetch], "a repeated request that waits is one"
+    desk.arrival.set_result(Arrived(version=7))
+    thread.join(ANSWER_S)
+    assert found == [Arrived(version=7)]
+
+
+def test_a_late_answer_is_not_taken_for_that_of_the_next_request(
+    context: zmq.Context, server: ControlServer, desk: Desk
+) -> None:
+    client = client_of(context, server.address)
+    with pytest.raises(PublisherLost, match=r"did not answer PrefetchRequest within 0\.2 s"):
+        client.ask(PrefetchRequest(version=7, deadline_s=9.0), Arrived, deadline_s=0.2)
+    desk.arrival.set_result(Arrived(version=7))
+    assert client.ask(RELEASE, Released, deadline_s=ANSWER_S).is_intact
+
+
+def test_an_unexpected_error_of_a_handler_is_answered_and_logged(
+    context: zmq.Context, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(sender: str, request: Request) -> Response:
+        raise KeyError(f"{sender} {type(request).__name__}")
+
+    server = ControlServer(broken, KEYS, epoch=EPOCH)
+    with pytest.raises(WeightSyncError, match="KeyError: 'r0/0 LeaseRequest'"):
+        client_of(context, server.address).ask(LEASE, LeaseGranted, deadline_s=ANSWER_S)
+    assert "a control request failed" in caplog.text
+    server.close()
+
+
+def test_close_ends_the_thread_and_a_client_finds_out_in_time(context: zmq.Context, desk: Desk) -> None:
+    server = ControlServer(desk, KEYS, epoch=EPOCH)
+    client = client_of(context, server.address)
+    client.ping(deadline_s=ANSWER_S)
+    before, started = threading.active_count(), time.monotonic()
+    server.close()
+    server.close()
+    assert threading.active_count() == before - 1
+    with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
+        client.ask(LEASE, LeaseGranted, deadline_s=0.3)
+    assert time.monotonic() - started < ANSWER_S
+
+
+def test_an_ipv6_endpoint_works(context: zmq.Context, desk: Desk) -> None:
+    try:
+        server = ControlServer(desk, KEYS, epoch=EPOCH, host="::1")
+    except zmq.ZMQError:
+        pytest.skip("this host has no IPv6 loopback")
+    assert "[::1]" in server.address.endpoint and serves_members(context, server)
+    server.close()
+
+
+# Who gets in
+
+
+def test_another_epoch_of_the_run_is_refused_with_what_to_do(
+    context: zmq.Context, server: ControlServer, desk: Desk
+) -> None:
+    with pytest.raises(StaleEpoch, match="r0/0 is in epoch 2, this process serves epoch 3 of run 'run'; open the"):
+        client_of(context, server.address, epoch=2).ask(LEASE, LeaseGranted, deadline_s=ANSWER_S)
+    assert desk.seen == []
+
+
+def test_a_worker_of_another_run_is_not_let_in(context: zmq.Context, server: ControlServer, desk: Desk) -> None:
+    """It even knows the server's key."""
+    with pytest.raises(PublisherLost, match=r"did not answer LeaseRequest within 0\.5 s"):
+        client_of(context, server.address, OTHER_RUN).ask(LEASE, LeaseGranted, deadline_s=0.5)
+    assert desk.seen == [] and server.counters()["control_unauthentic"] >= 1
+    assert serves_members(context, server)
+
+
+def test_a_server_on_a_reused_port_is_never_spoken_to(context: zmq.Context, server: ControlServer, desk: Desk) -> None:
+    """It is of the same run even: a client expects the very process that its set-up named."""
+    predecessor = PeerAddress(endpoint=server.address.endpoint, public_key=zmq.curve_keypair()[0])
+    with pytest.raises(PublisherLost):
+        client_of(context, predecessor).ask(LEASE, LeaseGranted, deadline_s=0.5)
+    assert desk.seen == []
+
+
+def test_clients_under_one_name_do_not_take_each_others_answers(context: zmq.Context, server: ControlServer) -> None:
+    """A worker that was restarted, and its predecessor that still runs."""
+    clients = [client_of(context, server.address) for _ in range(20)]
+    for _ in range(3):
+        numbers = [client.ask(LEASE, LeaseGranted, deadline_s=ANSWER_S).lease_id for client in clients]
+        assert numbers == list(range(numbers[0], numbers[0] + 20))
+
+
+def test_a_server_remembers_nothing_about_clients_that_are_gone(server: ControlServer) -> None:
+    for _ in range(200):
+        with zmq.Context() as context:
+            client = client_of(context, server.address)
+            client.ask(LEASE, LeaseGranted, deadline_s=ANSWER_S)
+            client.close()
+    assert not server._waiting and server.counters()["control_connections"] >= 200
+
+
+def test_a_client_reaches_the_successor_of_a_server(desk: Desk) -> None:
+    """As a coordinator does when an engine was restarted under its old name."""
+
+    async def talk() -> None:
+        lines = Switchboard(KEYS, epoch=EPOCH)
+        for _ in range(3):
+            server = ControlServer(desk, KEYS, epoch=EPOCH)
+            line = lines.dial("r0/0", server.address)
+            assert (await lines.ask(line, LEASE, LeaseGranted, deadline_s=ANSWER_S)).slot == 1
+            await asyncio.to_thread(server.close)
+        lines.close()
+
+    asyncio.run(talk())
+
+
+# The coordinator's lines
+
+
+async def test_one_socket_reaches_many_workers_concurrently(desk: Desk) -> None:
+    servers = [ControlServer(desk, KEYS, epoch=EPOCH) for _ in range(20)]
+    lines = Switchboard(KEYS, epoch=EPOCH)
+    dialled = [lines.dial(f"r{number}/0", server.address) for number, server in enumerate(servers)]
+    asking = [lines.ask(line, LEASE, LeaseGranted, deadline_s=ANSWER_S) for line in dialled]
+    assert {granted.slot for granted in await asyncio.gather(*asking)} == {1}
+    lines.hang_up(dialled[3])
+    lines.hang_up(dialled[3])
+    with pytest.raises(WeightSyncError, match="no line to r3/0"):
+        await lines.ask(dialled[3], Ping(), Pong, deadline_s=ANSWER_S)
+    await lines.ask(dialled[4], Ping(), Pong, deadline_s=ANSWER_S)
+    lines.close()
+    lines.close()
+    for server in servers:
+        server.close()
+
+
+async def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(server: ControlServer, desk: Desk) -> None:
+    lines = Switchboard(KEYS, epoch=EPOCH)
+    line = lines.dial("r0/0", PeerAddress(endpoint=server.address.endpoint, public_key=zmq.curve_keypair()[0]))
+    first = asyncio.create_task(lines.ask(line, LEASE, LeaseGranted, deadline_s=60.0))
+    with pytest.raises(TimeoutError, match=r"did not answer LeaseRequest within 0\.3 s") as caught:
+        await asyncio.wait_for(lines.ask(line, LEASE, LeaseGranted, deadline_s=0.3), ANSWER_S)
+    for part in ("r0/0", server.address.endpoint, "weight_sync.timeout_s"):
+        assert part in str(caught.value)
+    assert not first.done()
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    lines.close()
+
+
+# Strangers
+
+GREETING = b"\xff" + b"\0" * 8 + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + b"\0" * 32
+CURVE_GREETING = GREETING.replace(b"NULL", b"CURVE")[:64]
+READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+STREAMS = {
+    "multipart without data": GREETING + b"\x04" + bytes([len(READY)]) + READY + b"\x01\x00" * 32768,
+    "multipart with data": GREETING + b"\x04" + bytes([len(READY)]) + READY
+    + (b"\x03" + (65536).to_bytes(8, "big") + b"x" * 65536),
+    "no protocol at all": random.Random(1).randbytes(65536),
+    "a command without end": CURVE_GREETING + b"\x06" + (2**62).to_bytes(8, "big") + b"\x05HELLO" + b"x" * 65536,
+}  # fmt: skip
+
+
+def connect(server: ControlServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.address.endpoint.rpartition(":")[2])), timeout=10.0)
+
+
+@pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
+def test_a_stranger_who_never_stops_sending_costs_no_memory(
+    context: zmq.Context, server: ControlServer, stream: bytes
+) -> None:
+    process = psutil.Process()
+    before, sent = process.memory_info().rss, 0
+    with contextlib.suppress(OSError), connect(server) as line:
+        while sent < 40 * MB:
+            line.sendall(stream)
+            sent += len(stream)
+    assert sent < 40 * MB, "the connection is closed at the handshake"
+    assert process.memory_info().rss - before < 20 * MB
+    assert serves_members(context, server)
+
+
+def test_half_handshakes_are_closed(context: zmq.Context, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "HANDSHAKE_S", 0.2)
+    server = ControlServer(desk, KEYS, epoch=EPOCH)
+    with connect(server) as line:
+        line.sendall(CURVE_GREETING[:20])
+        while line.recv(64):  # its greeting, then the end
+            pass
+    assert serves_members(context, server)
+    server.close()
+
+
+def test_a_crowd_at_the_door_keeps_no_member_out(context: zmq.Context, server: ControlServer) -> None:
+    process, crowd = psutil.Process(), 2000
+    before = process.memory_info().rss
+    with contextlib.ExitStack() as lines:
+        for number in range(crowd):
+            line = lines.enter_context(connect(server))
+            with contextlib.suppress(OSError):
+                line.sendall(CURVE_GREETING[: number % 64])
+        assert serves_members(context, server)
+        assert process.memory_info().rss - before < 20 * MB
+
+
+# Members that send nonsense
+
+
+def frame(**changes: Any) -> bytes:
+    """The bytes of a request; `changes` may make nonsense of it."""
+    fields = {"epoch": EPOCH, "sender": "r9/0", "request_id": 1, "request": ["renew", 1, 1.0]}
+    return msgspec.msgpack.encode(list({**fields, **changes}.values()))
+
+
+class Fuzzer:
+    """Frames of every kind that a member should not send."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._id = 10
+        kinds = (
+            self.noise, self.parts, self.cut, self.flipped, self.wrong_type, self.unknown_field, self.huge_number,
+            self.nested, self.bad_text, self.stale, self.senseless,
+        )  # fmt: skip
+        self.kinds: tuple[Callable[[], list[bytes]], ...] = kinds
+
+    def frames(self, number: int) -> list[bytes]:
+        return self.kinds[number % len(self.kinds)]()
+
+    def noise(self) -> list[bytes]:
+        return [self._random.choice([b"", b"\xc1" + self._bytes(), b"\x93" + self._bytes()])]
+
+    def parts(self) -> list[bytes]:
+        return [self._bytes() for _ in range(self._random.choice([2, 3, 4, 7]))]
+
+    def cut(self) -> list[bytes]:
+        whole = frame()
+        return [whole[: self._random.randrange(len(whole))]]
+
+    def flipped(self) -> list[bytes]:
+        data = bytearray(frame(request=["release", 10**9, -1, 0]))
+        data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
+        return [bytes(data)]
+
+    def wrong_type(self) -> list[bytes]:
+        name = self._random.choice(["epoch", "sender", "request_id", "request"])
+        value = self._random.choice([None, 1.5, [], {}, "text", b"\xff", True, ["lease"], [["x"]]])
+        return [frame(**{name: value})]
+
+    def unknown_field(self) -> list[bytes]:
+        if self._random.random() < 0.5:
+            return [frame(admin=True)]
+        return [frame(request=["no such request", 1, self._bytes()])]
+
+    def huge_number(self) -> list[bytes]:
+        big = self._random.choice([2**63, 2**64 - 1, -(2**63), 1e308, float("nan"), float("inf")])
+        return [self._request(self._random.choice([["release", big, big, big], ["lease", big, 0, 1.0]]))]
+
+    def nested(self) -> list[bytes]:
+        depth = self._random.choice([100, 2_000, 50_000])
+        inner = self._random.choice([b"\x91", b"\x81\x01"]) * depth + b"\x01"
+        return [frame(request=msgspec.Raw(b"\x94\xa5renew\x01\xcb" + bytes(8) + inner))]
+
+    def bad_text(self) -> list[bytes]:
+        return [frame(request=msgspec.Raw(b"\x93\xa5" + b"\xff" * 5 + b"\x01\x01"))]
+
+    def stale(self) -> list[bytes]:
+        return [frame(epoch=2)]
+
+    def senseless(self) -> list[bytes]:
+        """Well formed, and nothing that a publisher can do."""
+        choices: list[list[Any]] = [
+            ["lease", 1, 99, 1.0], ["lease", 1, 0, float("nan")], ["lease", 1, 0, -1.0], ["lease", -5, 0, 1.0],
+            ["renew", 10**9, 1.0], ["prefetch", 1, 1.0], ["pair_send", b"", 0, 9, [[0, 2**62]]],
+            ["pair_watch", self._bytes()],
+        ]  # fmt: skip
+        return [self._request(self._random.choice(choices))]
+
+    def _request(self, request: list[Any]) -> bytes:
+        self._id += 1
+        return frame(request_id=self._id, request=request)
+
+    def _bytes(self) -> bytes:
+        return self._random.randbytes(self._random.randrange(200))
+
+
+@pytest.fixture
+def publisher() -> Iterator[LocalPublisher]:
+    """One rank with version 1 sealed."""
+    publisher = LocalPublisher(0, 1, full_weights(0))
+    manifest = build_manifest(
+        epoch=EPOCH, params=PARAMS, shards=shard_descs(PARAMS, num_ranks=1),
+        workers=[record_layout(FusedModel(), PARAMS, worker=0)],
+    )  # fmt: skip
+    opening = OpenPublisher(
+        keys=KEYS, epoch=EPOCH, manifest=manifest_to_bytes(manifest), transport="shm",
+        num_slots=2, verify=True, host="127.0.0.1",
+    )  # fmt: skip
+    publisher.address = decode(publisher.ws_open(encode(opening)), PublisherInfo).address
+    publisher.ws_publish(1, 5.0)
+    publisher.ws_digests(1)  # sealed, that is
+    yield publisher
+    publisher.ws_close()
+
+
+def slots_of(publisher: LocalPublisher) -> tuple[Any, ...]:
+    epoch = publisher.publisher._epoch
+    slots = epoch.arena._table.slots
+    contents = [bytes(epoch.end.slot(slot.index).numpy()) for slot in slots]
+    return tuple((slot.version, slot.generation, sorted(slot.leases)) for slot in slots), contents
+
+
+def test_a_thousand_senseless_frames_of_a_member_change_nothing(
+    context: zmq.Context, publisher: LocalPublisher
+) -> None:
+    client = client_of(context, publisher.address)
+    granted = client.ask(LeaseRequest(version=1, worker=0, ttl_s=600.0), LeaseGranted, deadline_s=ANSWER_S)
+    renewal = RenewRequest(lease_id=granted.lease_id, ttl_s=600.0)
+    line, fuzzer, before = member_socket(context, publisher.address), Fuzzer(20), slots_of(publisher)
+    for number in range(1000):
+        line.send_multipart(fuzzer.frames(number))
+        while line.poll(0):
+            line.recv_multipart()
+        if number % 50 == 0:
+            client.ask(renewal, Renewed, deadline_s=ANSWER_S)
+    client.ask(renewal, Renewed, deadline_s=ANSWER_S)
+    counters = publisher.publisher.counters
+    for fate in ("malformed", "refused", "stale"):
+        wait_for(counters, f"control_{fate}", 1000 // 30)
+    wait_for(lambda: {"all": sum(counters()[f"control_{fate}"] for fate in ("malformed", "refused", "answered"))},
+             "all", 1000)  # fmt: skip
+    assert slots_of(publisher) == before
+    publisher.ws_publish(2, 5.0)
+    client.close()
+
+
+def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(
+    context: zmq.Context, publisher: LocalPublisher
+) -> None:
+    client = client_of(context, publisher.address)
+    client.ping(deadline_s=ANSWER_S)
+    before = slots_of(publisher)[1]
+    for _ in range(5):
+        member_socket(context, publisher.address).send(b"x" * (MAX_REQUEST_BYTES + 1))
+    assert client.ask(LeaseRequest(version=1, worker=0, ttl_s=600.0), LeaseGranted, deadline_s=ANSWER_S).slot == 0
+    assert slots_of(publisher)[1] == before
+    client.close()
+
+
+@pytest.mark.parametrize("payload", [b"\x81\xa4rank\xa1\xff", b"\x81\xa1z" + b"\x91" * 100_000 + b"\x01"])
+def test_what_is_no_message_is_a_plan_mismatch(payload: bytes) -> None:
+    with pytest.raises(PlanMismatch, match="message is not a PublisherInfo"):
+        decode(payload, PublisherInfo)
+
+
+# The keys of the run
+
+
+def test_a_library_without_encryption_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda capability: capability != "curve")
+    with pytest.raises(WeightSyncError, match="libzmq has no CURVE encryption; install pyzmq from PyPI"):
+        make_run_keys("run")
+
+
+class Eavesdropper:
+    """A party that keeps what it is sent."""
+
+    def __init__(self, party: Any) -> None:
+        self._party = party
+        self.rank, self.name = getattr(party, "rank", None), getattr(party, "name", None)
+        self.heard: dict[str, bytes] = {}
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        if args and isinstance(args[0], bytes):
+            self.heard[method] = args[0]
+        return await self._party.call(method, *args, timeout_s=timeout_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._party, name)
+
+
+async def test_the_secret_key_is_in_no_log_representation_or_error(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    replica = LocalReplica("r0")
+    publisher, receiver = Eavesdropper(LocalPublisher(0, 1, full_weights(0))), Eavesdropper(replica)
+    coordinator = SyncCoordinator([publisher], [receiver], options=SyncOptions(timeout_s=5.0, commit="staged"))
+    await coordinator.open()
+    await coordinator.publish(1)
+    await coordinator.sync(1)
+
+    def fail() -> None:
+        raise RuntimeError("the engine is gone")
+
+    replica.before_commit = fail
+    await coordinator.publish(2)
+    with contextlib.suppress(WeightSyncError):
+        await coordinator.sync(2)
+    await coordinator.close()
+    openings = decode(publisher.heard["ws_open"], OpenPublisher), decode(receiver.heard["ws_open"], OpenReceiver)
+    secret = openings[0].keys.secret
+    assert len(secret) == 40 and openings[1].keys.secret == secret and caplog.records
+    spellings = (secret.decode(), repr(secret)[2:-1], secret.hex(), base64.b64encode(secret).decode(), str([*secret]))
+    texts = (
+        "".join(capfd.readouterr()) + caplog.text, repr(openings), str(openings), repr(openings[0].keys),
+        repr(coordinator), repr(vars(coordinator)),
+    )  # fmt: skip
+    assert not [spelling for text in texts for spelling in spellings if spelling in text]
