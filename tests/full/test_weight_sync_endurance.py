@@ -38,7 +38,7 @@ DEADLINE_S = 120.0
 """For all syncs together; they take about 15 s on two idle cores."""
 
 TRAFFIC = {
-    "control_answered", "control_refused", "control_retried", "control_replayed", "versions_superseded",
+    "control_answered", "control_refused", "versions_superseded",
     "leases_expired", "relays", "relayed_bytes",
 }  # fmt: skip
 """Counters of what was done, which grow with every sync. All others count what was made, and must not."""

@@ -719,7 +719,7 @@ def lost(victim: str, state: str, how: str, *, commit: str = "staged", transport
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(members, "ANSWER_S", 0.3)
         patch.setattr(coordinators, "ANSWER_S", 0.3)
-        patch.setattr(members, "QUIET_S", 0.1)
+        patch.setattr(members, "PING_S", 0.1)
         return asyncio.run(_World(commit, transport).lose(victim, STATES.get(state, state), number))
 
 

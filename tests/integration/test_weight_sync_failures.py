@@ -46,7 +46,7 @@ COMMITTING: tuple[State, ...] = (*PULLING, "committing")
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "ANSWER_S", 0.3)
     monkeypatch.setattr(coordinator, "ANSWER_S", 0.3)
-    monkeypatch.setattr(members, "QUIET_S", 0.1)
+    monkeypatch.setattr(members, "PING_S", 0.1)
 
 
 class World(WeightJob):

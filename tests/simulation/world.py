@@ -34,7 +34,6 @@ from trainer.driver.evaluation import pinned_versions
 from trainer.driver.loops import TrainingRun
 from trainer.driver.state import RunState
 from trainer.driver.weight_updates import ColocatedDevices, DedicatedDevices
-from weight_sync.control import members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -319,6 +318,4 @@ def simulation(plan: Plan, path: Path) -> Iterator[Simulation]:
         patch.setattr(workers, "kill_actor", LocalWorker.die)
         patch.setattr(workers, "cancel_call", Ref.cancel)
         # Looking after pulls would cost more than everything else.
-        for name, value in (("POLL_FRAC", 1.0), ("FIRST_POLL_S", 0.1), ("LAST_POLL_S", 5.0)):
-            patch.setattr(members, name, value)
         yield Simulation(plan, telemetry, cfg)
