@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weight_sync.bench.processes import Span
     from weight_sync.messages import PullReport, SyncReport
 
-RESOURCES = ("allocations", "registrations", "communicators", "sockets", "control_sessions")
+RESOURCES = ("allocations", "registrations", "communicators", "sockets", "control_connections")
 """Counters of things made; they must not grow after the first sync."""
 GROWTH_LIMIT_BYTES = 64 << 20
 """Less is noise: lazily loaded device code, heap that is not given back."""
@@ -67,7 +67,7 @@ class SyncSample:
 
     def timeline(self) -> list[dict[str, Any]]:
         """Phases in seconds since the start. Publishing and commits are as their processes saw them; between a worker's
-        digests and the commit are messages, polling and the wait for a turn."""
+        digests and the commit are messages and the wait for a turn."""
         rows = [*self.spans, *((name, *row) for name in self.pulls for row in _flat(self.windows(name)))]
         return [
             {"party": party, "phase": phase, "start_s": start - self.started, "stop_s": stop - self.started}

@@ -72,7 +72,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochOpener:
-    """Remembers the number of the epoch and the secret of the run; everything else is in the `Agreement` it returns."""
+    """Remembers the number of the epoch and the keys of the run; everything else is in the `Agreement` it returns."""
 
     def __init__(
         self, publishers: Sequence[PublisherHandle], *, options: SyncOptions, clock: Callable[[], float]

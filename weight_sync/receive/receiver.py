@@ -190,7 +190,7 @@ class WeightReceiver:
         return self._recorded.layout
 
     def open(self, request: OpenReceiver) -> ReceiverInfo:
-        """Map the arenas, build the copies, say hello and pull every publisher's probe. Closes an earlier epoch.
+        """Map the arenas, build the copies, ping every publisher and pull its probe. Closes an earlier epoch.
 
         Raises:
             PlanMismatch: a digest of the manifest differs, or a run does not fit the parameters.

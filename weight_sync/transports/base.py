@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class Line(Protocol):
-    """An authenticated line to one publisher, for questions. `control.ControlClient` is one."""
+    """An authenticated line to one publisher, for questions. `channel.ControlClient` is one."""
 
     def ask(self, request: Request, kind: type[R], *, deadline_s: float) -> R:
         """

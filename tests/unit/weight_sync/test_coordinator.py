@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
+from weight_sync.control import members
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.control.epoch import _memory_lines, _size
 from weight_sync.errors import (
@@ -69,6 +71,57 @@ async def test_engines_hold_the_learners_weights_bit_for_bit(commit: str, num_ra
             await world.coordinator.self_test()
         assert replica.versions == [0, 1, 2]
         assert world.coordinator.live_versions == {"r0": 2}
+
+
+async def test_an_engine_too_busy_for_a_call_is_given_all_the_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host declares it dead when a call does not end in time, and its control thread shows that it lives."""
+    monkeypatch.setattr(members, "PING_S", 0.05)
+    replica, asked = LocalReplica("r0"), list[float]()
+    original = replica.call
+
+    async def call(method: str, *args: object, timeout_s: float) -> Any:
+        if method != "ws_status":
+            return await original(method, *args, timeout_s=timeout_s)
+        asked.append(timeout_s)
+        await asyncio.sleep(timeout_s)
+        raise TimeoutError(f"{method} did not end within {timeout_s:.1f} s; the engine is declared dead")
+
+    monkeypatch.setattr(replica, "call", call)
+    async with opened(1, [replica], commit="staged", timeout_s=20.0) as world:
+        epoch = replica.receivers[0]._epoch
+        assert epoch is not None
+        pull = epoch.pull
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            time.sleep(0.5)
+            return pull(*args, **options)
+
+        monkeypatch.setattr(epoch, "pull", slowly)
+        await world.step(1)
+        replica.assert_holds(world.full)
+        assert asked and min(asked) > 10.0, "longer than the attempt"
+
+
+async def test_a_worker_that_fails_ends_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica, may_end = LocalReplica("r0", 2), threading.Event()
+    async with opened(1, [replica], commit="staged", timeout_s=60.0) as world:
+        await world.step(1)
+        epochs = [receiver._epoch for receiver in replica.receivers]
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise DigestMismatch("its memory is broken")
+
+        def wait(*_: Any, **__: Any) -> Any:
+            assert may_end.wait(30)
+            raise PullTimeout("late")
+
+        monkeypatch.setattr(epochs[0], "pull", fail)
+        monkeypatch.setattr(epochs[1], "pull", wait)
+        try:
+            with pytest.raises(WeightSyncError, match="r0: its memory is broken"):
+                await asyncio.wait_for(world.step(2), 20)
+        finally:
+            may_end.set()
 
 
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
