@@ -111,6 +111,7 @@ class ControlServer:
         self._zap.bind(ZAP)
         self._router = self._context.socket(zmq.ROUTER)
         _set_up(self._router, host, max_bytes=MAX_REQUEST_BYTES)
+        self._router.setsockopt(zmq.BACKLOG, 1024)  # hundreds of workers connect at the same moment
         self._router.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * HANDSHAKE_S))
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
         self._router.setsockopt(zmq.CURVE_SECRETKEY, secret)

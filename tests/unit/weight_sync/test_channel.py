@@ -7,7 +7,10 @@ import base64
 import contextlib
 import logging
 import random
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -349,16 +352,30 @@ def test_half_handshakes_are_closed(context: zmq.Context, desk: Desk, monkeypatc
     server.close()
 
 
+CROWD = """
+import contextlib, socket, sys
+lines = [socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=30) for _ in range(int(sys.argv[2]))]
+for number, line in enumerate(lines):
+    with contextlib.suppress(OSError):
+        line.sendall(bytes.fromhex(sys.argv[3])[: number % 64])
+print("all there", flush=True)
+sys.stdin.read()
+"""
+
+
 def test_a_crowd_at_the_door_keeps_no_member_out(context: zmq.Context, server: ControlServer) -> None:
-    process, crowd = psutil.Process(), 2000
+    process, port = psutil.Process(), server.address.endpoint.rpartition(":")[2]
+    count = min(5000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500)
     before = process.memory_info().rss
-    with contextlib.ExitStack() as lines:
-        for number in range(crowd):
-            line = lines.enter_context(connect(server))
-            with contextlib.suppress(OSError):
-                line.sendall(CURVE_GREETING[: number % 64])
-        assert serves_members(context, server)
-        assert process.memory_info().rss - before < 20 * MB
+    command = [sys.executable, "-c", CROWD, port, str(count), CURVE_GREETING.hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as crowd:
+        assert crowd.stdin is not None and crowd.stdout is not None
+        try:
+            assert crowd.stdout.readline().strip() == "all there"
+            assert serves_members(context, server)
+            assert process.memory_info().rss - before < 20 * MB
+        finally:
+            crowd.stdin.close()
 
 
 # Members that send nonsense
