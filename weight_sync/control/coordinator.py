@@ -194,6 +194,7 @@ class SyncCoordinator:
 
     async def open(self) -> None:
         """Agree on a plan and connect everyone. Called again, it closes all and starts a new epoch with all replicas.
+        A replica that leaves meanwhile waits until it is open, and one that was joining the epoch before is refused.
 
         Raises:
             PlanMismatch: learner and engine do not fit; nothing was moved.
@@ -201,21 +202,22 @@ class SyncCoordinator:
             WeightSyncError: (other) a party failed; everything is closed again.
         """
         await self.close()  # an epoch of another coordinator, too: a learner that opens frees its slots, mapped or not
-        give_up = self._clock() + self._options.timeout_s
-        members = list(self._members.values())
-        for member in members:
-            member.state, member.live_version = "live", None
-        self._published.clear()
-        agreement = None
-        try:
-            agreement = await self._opener.open(members, give_up)
-            await self._opener.connect(agreement, members, give_up)
-            await self._opener.link(agreement, members, give_up)
-        except BaseException:
-            await self._close_parties(agreement)
-            raise
-        self._agreement = agreement
-        log.debug("weight sync epoch %d, manifest %s", self._opener.epoch, agreement.manifest.digest[:12])
+        async with self._membership_lock:
+            give_up = self._clock() + self._options.timeout_s
+            members = list(self._members.values())
+            for member in members:
+                member.state, member.live_version = "live", None
+            self._published.clear()
+            agreement = None
+            try:
+                agreement = await self._opener.open(members, give_up)
+                await self._opener.connect(agreement, members, give_up)
+                await self._opener.link(agreement, members, give_up)
+            except BaseException:
+                await self._close_parties(agreement)
+                raise
+            self._agreement = agreement
+            log.debug("weight sync epoch %d, manifest %s", self._opener.epoch, agreement.manifest.digest[:12])
 
     async def publish(self, version: int) -> float:
         """Let all learner ranks pack `version` from their current weights. Returns seconds of the slowest.
@@ -304,9 +306,11 @@ class SyncCoordinator:
             await self._unlink(replica.name)
             give_up = self._clock() + self._options.timeout_s
             await self._opener.check_layout(agreement, member, give_up)
+            self._require_current(agreement, replica.name)
             await self._opener.connect(agreement, [member], give_up)
             # From here a sync waits, or the newcomer would miss it and generate from older weights than the others.
             async with self._membership_lock:
+                self._require_current(agreement, replica.name)
                 await self._catch_up(member, self._clock() + self._options.timeout_s)  # waiting for the turn took none
                 old, self._members[replica.name] = self._members.get(replica.name), member
                 self._replaced.discard(replica.name)
@@ -318,7 +322,9 @@ class SyncCoordinator:
             if self._members.get(replica.name) is not member:
                 self._is_linked = False  # the one that it would have replaced is a member still
                 member.disconnect()
-                await close_replicas([replica], timeout_s=self._close_timeout_s)
+                old = self._members.get(replica.name)
+                if self._agreement is agreement or old is None or old.handle is not replica:
+                    await close_replicas([replica], timeout_s=self._close_timeout_s)
             raise
         log.info("%s joined epoch %d with version %s", replica.name, self._opener.epoch, member.live_version)
         return member.live_version
@@ -487,6 +493,14 @@ class SyncCoordinator:
     @property
     def _close_timeout_s(self) -> float:
         return min(CLOSE_S, self._options.timeout_s)
+
+    def _require_current(self, agreement: Agreement, name: str) -> None:
+        """
+        Raises:
+            WeightSyncError: weight sync was closed, or opened again, while this replica joined.
+        """
+        if self._agreement is not agreement:
+            raise WeightSyncError(f"weight sync was closed or opened again while {name} joined; join again")
 
     def _opened(self) -> Agreement:
         if self._agreement is None:

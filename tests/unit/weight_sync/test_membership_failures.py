@@ -230,3 +230,69 @@ async def test_a_join_that_is_cancelled_in_its_middle_leaves_the_group_as_it_was
     await asyncio.wait_for(world.step(2), 20)
     assert await asyncio.wait_for(coordinator.join(newcomer), 20) == 2
     newcomer.assert_holds(full_weights(2))
+
+
+async def test_a_leave_during_an_open_waits_until_it_is_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator, leaver = world.coordinator, world.replicas[1]
+    link, leaving = coordinator._opener.link, set[asyncio.Task[None]]()
+
+    async def link_and_leave(*args: Any) -> None:
+        if not leaving:
+            leaving.add(asyncio.create_task(coordinator.leave("r1")))
+            await asyncio.sleep(0.2)
+            assert leaver.receivers[0]._epoch is not None, "it was closed while it was being opened"
+        await link(*args)
+
+    monkeypatch.setattr(coordinator._opener, "link", link_and_leave)
+    await asyncio.wait_for(coordinator.open(), 20)
+    await asyncio.wait_for(asyncio.gather(*leaving), 20)
+    assert coordinator.members == {"r0": "live"}
+    assert leaver.receivers[0]._epoch is None
+    await world.step(1)
+    world.replicas[0].assert_holds(full_weights(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "during"), [("r2", "ws_bake"), ("r2", "ws_open"), ("r1", "ws_bake"), ("r1", "ws_open")]
+)
+async def test_a_join_that_outlives_its_epoch_is_refused_and_the_new_epoch_works(
+    world: World, name: str, during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`r1` is a member that joins once more, in the same process."""
+    coordinator = world.coordinator
+    await coordinator.open()
+    await world.step(1)
+    joining = world.replicas[1] if name == "r1" else LocalReplica(name, 2)
+    call, has_begun, is_open = joining.call, asyncio.Event(), asyncio.Event()
+
+    async def call_slowly(method: str, *args: object, timeout_s: float) -> list[Any]:
+        is_first = method == during and not has_begun.is_set()
+        replies = await call(method, *args, timeout_s=timeout_s)
+        if is_first:
+            has_begun.set()
+            await is_open.wait()
+        return replies
+
+    monkeypatch.setattr(joining, "call", call_slowly)
+    open_epoch = coordinator._opener.open
+
+    async def open_while_joining(*args: Any) -> Any:
+        agreement = await open_epoch(*args)
+        is_open.set()
+        await asyncio.sleep(0.1)
+        return agreement
+
+    monkeypatch.setattr(coordinator._opener, "open", open_while_joining)
+    changing = asyncio.create_task(coordinator.join(joining))
+    await asyncio.wait_for(has_begun.wait(), 20)
+    await asyncio.wait_for(coordinator.open(), 20)
+    (failure,) = await asyncio.gather(changing, return_exceptions=True)
+    assert isinstance(failure, WeightSyncError)
+    assert f"opened again while {name} joined" in str(failure)
+    assert coordinator.members == {"r0": "live", "r1": "live"}
+    await asyncio.wait_for(world.step(2), 20)
+    for replica in world.replicas:
+        replica.assert_holds(full_weights(2))
+    await coordinator.self_test()
+    if name == "r2":
+        assert joining.receivers[0]._epoch is None
