@@ -1,13 +1,14 @@
 """Finds the fastest transport that works from a worker to a learner.
 
-A learner on the same host is mapped; one elsewhere sends. If the probe pattern does not arrive, the next way that the
-learner offers is tried, and the reason is logged and kept. Every source has an end of its own, so that a source that is
-lost takes no other with it.
+A learner on the same host is mapped; one elsewhere sends. If the probe pattern does not arrive, the same way is tried
+once more, then the next that the learner offers, and the reason is logged and kept. Every source has an end of its own,
+so that a source that is lost takes no other with it.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from weight_sync.errors import DeviceError, PullTimeout, TransportUnusable
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 0.1
+"""Before the second attempt."""
 _ONE_NODE = (
     "memory can be mapped on one node only; containers of one machine are one node if they share its namespaces "
     "(--ipc=host --pid=host) and run as the same user"
@@ -72,18 +75,25 @@ class Reach:
         self.rank = rank
         self.reasons: tuple[str, ...] = ()
         for handle in ways(handles, same_node=same_node):
-            try:
-                self._end, self.transport = (
-                    _probed(backend, rank, handle, line=line, host=host, probe=probe),
-                    handle.transport,
-                )
-            except PullTimeout as error:
-                raise PullTimeout(f"learner {rank} by {handle.transport}: {error}") from error
-            except (TransportUnusable, DeviceError) as error:
-                self.reasons = (*self.reasons, f"{handle.transport}: {error}")
-                log.warning("learner %d cannot be reached by %s: %s", rank, handle.transport, error)
-            else:
-                return
+            for is_last_attempt in (False, True):
+                try:
+                    self._end = _probed(backend, rank, handle, line=line, host=host, probe=probe)
+                except PullTimeout as error:
+                    raise PullTimeout(f"learner {rank} by {handle.transport}: {error}") from error
+                except (TransportUnusable, DeviceError) as error:
+                    if not is_last_attempt:
+                        # For one lost connection, the whole epoch would take a slower way.
+                        log.warning(
+                            "learner %d was not reached by %s, which is tried once more: %s",
+                            rank, handle.transport, error,
+                        )  # fmt: skip
+                        time.sleep(RETRY_S)
+                        continue
+                    self.reasons = (*self.reasons, f"{handle.transport}: {error}")
+                    log.warning("learner %d cannot be reached by %s: %s", rank, handle.transport, error)
+                else:
+                    self.transport = handle.transport
+                    return
         offers = ", ".join(handle.transport for handle in handles)
         raise TransportUnusable(
             f"learner {rank} (on {'this' if same_node else 'another'} node) offers {offers}, none of which works from "

@@ -146,7 +146,7 @@ def test_a_block_that_torch_has_no_memory_to_view_is_read_another_way(
     assert found.transport == "shm"
     assert "ipc" in found.reasons[0]
     assert "Tried to allocate 30.50 GiB" in found.reasons[0]
-    assert accelerator.counter("closes") == 1, "the block that was mapped for nothing"
+    assert accelerator.counter("closes") == 2, "the block was mapped twice for nothing"
     found.close()
     accelerator.peer.call("give_up", theirs)
 

@@ -386,6 +386,30 @@ def test_memory_lines_have_the_figures_of_a_large_plan() -> None:
     assert "no shadow" in _memory_lines(manifest, SyncOptions(commit="inplace"))[1]
 
 
+async def test_one_failed_attempt_does_not_cost_a_learner_its_best_transport(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_mapped, asked = mapped.open_mapped, list[int]()
+
+    def refuse_once(transport: str, backend: Any, arenas: Any) -> Any:
+        (rank,) = arenas
+        asked.append(rank)
+        if asked.count(rank) == 1:
+            raise TransportUnusable("the driver was busy")
+        return open_mapped(transport, backend, arenas)
+
+    monkeypatch.setattr(mapped, "open_mapped", refuse_once)
+    replica = LocalReplica("r0")
+    async with opened(2, [replica], transport="auto") as world:
+        assert world.coordinator.transport == "ipc"
+        assert sorted(asked) == [0, 0, 1, 1]
+        warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        wanted = "learner {} was not reached by ipc, which is tried once more: the driver was busy"
+        assert sorted(warned) == [wanted.format(0), wanted.format(1)]
+        await world.step(1)
+        replica.assert_holds(world.full)
+
+
 async def test_auto_lets_the_learner_send_when_its_memory_cannot_be_mapped(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
