@@ -10,6 +10,7 @@ afterwards it is of no use and the next transfer needs a new one.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from datetime import timedelta
@@ -18,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from weight_sync.device.environment import temporary_environment
+from weight_sync.device.environment import EnvVar, temporary_environment
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -32,6 +33,14 @@ POLL_S = (0.00005, 0.002)
 ABORT_S = 10.0
 """A driver that has not let go of its kernels after this long will not."""
 _ABORT_TAG = 2**30
+_WHY = "the default; in the environment from the start, because it cannot be added safely once other threads run"
+NCCL_SWITCHES = (EnvVar(name="TORCH_NCCL_BLOCKING_WAIT", value="0", why=_WHY),)
+HCCL_SWITCHES = tuple(
+    EnvVar(name=f"{prefix}HCCL_{name}", value=value, why=_WHY)
+    for prefix in ("", "TORCH_")
+    for name, value in (("BLOCKING_WAIT", "0"), ("ASYNC_ERROR_HANDLING", "1"))
+)
+"""Variables that have the other value while a group of ours is built."""
 _environment_lock = threading.Lock()
 
 
@@ -259,6 +268,18 @@ class CollectiveGroup:
                 )
 
 
+@contextlib.contextmanager
+def _switched(switches: Sequence[EnvVar]) -> Iterator[None]:
+    """Tandem's processes start with these variables (`Backend.process_env`): giving one another value replaces a
+    pointer, while adding or removing one moves the table that C code of other threads may be reading. A process that
+    started without them gets them with its first group, and keeps them."""
+    with _environment_lock:
+        for switch in switches:
+            os.environ.setdefault(switch.name, switch.value)
+        with temporary_environment({switch.name: "1" if switch.value == "0" else "0" for switch in switches}):
+            yield
+
+
 def nccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.device) -> CollectiveGroup:
     """NCCL, and RCCL under the same name.
 
@@ -281,7 +302,7 @@ def nccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
         options._timeout = timedelta(seconds=timeout_s)
         # Rank 1 waits in this store for what rank 0 puts there.
         store.set_timeout(timedelta(seconds=timeout_s))
-        with _environment_lock, temporary_environment({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
+        with _switched(NCCL_SWITCHES):
             return make(store, rank, 2, options)
 
     group = CollectiveGroup(build, lambda built: built.abort(), name="nccl", rank=rank, grouped=True, device=device)
@@ -308,9 +329,7 @@ def hccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
         options = make.Options()
         options._timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timedelta(seconds=timeout_s))
-        names = ("BLOCKING_WAIT", "ASYNC_ERROR_HANDLING")
-        quiet = {f"{prefix}HCCL_{name}": str(int(name == names[0])) for prefix in ("", "TORCH_") for name in names}
-        with _environment_lock, temporary_environment(quiet):
+        with _switched(HCCL_SWITCHES):
             return make(store, rank, 2, options)
 
     def stop(built: Any) -> None:

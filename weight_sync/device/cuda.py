@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weight_sync.device.accelerator import ENGINE_SPAWNS, CudaLikeBackend
+from weight_sync.device.collectives import NCCL_SWITCHES
 from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
 
@@ -45,9 +46,9 @@ class CudaBackend(CudaLikeBackend):
                     why="packed micro-batches vary in length and fragment torch's cache; weight-sync arenas are raw "
                     "driver allocations and are not affected",
                 )
-                return (segments,)
+                return (segments, *NCCL_SWITCHES)
             case "engine":
-                return (ENGINE_SPAWNS, *_sampler_env())
+                return (ENGINE_SPAWNS, *_sampler_env(), *NCCL_SWITCHES)
 
 
 def _sampler_env() -> tuple[EnvVar, ...]:

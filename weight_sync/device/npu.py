@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from weight_sync.device.accelerator import ENGINE_SPAWNS, AcceleratorBackend
 from weight_sync.device.base import Capabilities, Role
-from weight_sync.device.collectives import PairGroup, hccl_group
+from weight_sync.device.collectives import HCCL_SWITCHES, PairGroup, hccl_group
 from weight_sync.device.driver import AclDriver
 from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
@@ -75,6 +75,7 @@ class NpuBackend(AcceleratorBackend):
                 value="200",
                 why="MiB of HCCL buffer; both ends of a communicator need the same value, so it is set on all",
             ),
+            *HCCL_SWITCHES,
         )
         if role == "learner":
             return collective

@@ -11,6 +11,7 @@ import torch
 
 from weight_sync.device.accelerator import ENGINE_SPAWNS, CudaLikeBackend
 from weight_sync.device.base import Capabilities, Role
+from weight_sync.device.collectives import NCCL_SWITCHES
 from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
 
@@ -68,7 +69,8 @@ class RocmBackend(CudaLikeBackend):
             value="1",
             why="without it the first collective fails with ncclSystemError on MI300X; read when HIP starts",
         )
-        return (*noset, scratch) if role == "learner" else (*noset, scratch, ENGINE_SPAWNS)
+        both = (*noset, scratch, *NCCL_SWITCHES)
+        return both if role == "learner" else (*both, ENGINE_SPAWNS)
 
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         problems = super().check_env(role, environ)

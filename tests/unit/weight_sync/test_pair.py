@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from weight_sync.channel import MAX_REQUEST_BYTES
 from weight_sync.device import collectives as process_groups
-from weight_sync.device.collectives import GlooGroup, LinkBroken, hccl_group, nccl_group
+from weight_sync.device.collectives import HCCL_SWITCHES, GlooGroup, LinkBroken, hccl_group, nccl_group
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import TransportUnusable, VersionUnavailable
 from weight_sync.messages import ArenaHandle, Envelope, PairDrop, PairMeet, PairSend, PairWatch
@@ -296,12 +296,14 @@ def torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_npu_group_moves_bytes_and_sets_its_environment_for_the_moment_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HCCL_BLOCKING_WAIT", "0")
+    for switch in HCCL_SWITCHES:
+        monkeypatch.setenv(switch.name, switch.value)
     store = dist.HashStore()
     sender, receiver = both(lambda rank: hccl_group(store, rank=rank, timeout_s=20, device=CPU))
     assert FakeLibrary.seen == (("1", "1", "0"),) * 2
-    assert os.environ["HCCL_BLOCKING_WAIT"] == "0"
-    assert "TORCH_HCCL_BLOCKING_WAIT" not in os.environ
+    assert {switch.name: os.environ[switch.name] for switch in HCCL_SWITCHES} == {
+        s.name: s.value for s in HCCL_SWITCHES
+    }
     target = [torch.zeros(5, dtype=torch.uint8) for _ in range(3)]
     arriving = receiver.receive(target)
     sender.send([torch.full((5,), number, dtype=torch.uint8) for number in (1, 2, 3)]).wait(10)

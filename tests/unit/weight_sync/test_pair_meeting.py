@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ import torch.distributed as dist
 import zmq
 
 from weight_sync.channel import ControlClient, ControlServer, make_run_keys
-from weight_sync.device.collectives import CollectiveGroup, GlooGroup, LinkBroken, hccl_group
+from weight_sync.device.collectives import CollectiveGroup, GlooGroup, LinkBroken, hccl_group, nccl_group
 from weight_sync.device.cpu import CpuBackend
+from weight_sync.device.select import build
 from weight_sync.errors import PublisherLost, WeightSyncError
 from weight_sync.messages import ArenaHandle, PairMeet, PairMet, PairSend, PairState
 from weight_sync.transports import pair as inbound
@@ -286,12 +287,13 @@ class Library:
     class Options:
         _timeout: Any = None
 
-    seen: tuple[str | None, ...] = ()
+    variable = "HCCL_BLOCKING_WAIT"
+    seen: ClassVar[list[str | None]] = []
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        before = os.environ.get("HCCL_BLOCKING_WAIT")
+        before = os.environ.get(self.variable)
         time.sleep(0.002)
-        Library.seen = (*Library.seen, before, os.environ.get("HCCL_BLOCKING_WAIT"))
+        Library.seen.extend((before, os.environ.get(self.variable)))
         self._store, self._rank = store, rank
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Library:
@@ -308,21 +310,52 @@ class Library:
     def wait(self) -> None: ...
 
 
-def test_groups_built_at_once_each_find_their_environment_and_leave_none_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class CoalescedLibrary(Library):
+    """As torch's ProcessGroupNCCL, which returns the work of a batch when coalescing ends."""
+
+    variable = "TORCH_NCCL_BLOCKING_WAIT"
+
+    def _start_coalescing(self) -> None: ...
+
+    def _end_coalescing(self) -> Library:
+        return self
+
+
+@pytest.fixture(params=["cuda", "rocm", "npu"])
+def build_group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What builds this vendor's groups, of a fake library; in a process that was started with its environment."""
     module: Any = types.ModuleType("torch_npu._C._distributed_c10d")
     module.ProcessGroupHCCL = Library
     for name in ("torch_npu", "torch_npu._C"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(Library, "seen", ())
-    before = dict(os.environ)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", CoalescedLibrary, raising=False)
+    monkeypatch.setattr(Library, "seen", [])
+    for variable in build(request.param).process_env("learner"):
+        monkeypatch.setenv(variable.name, variable.value)
+    return hccl_group if request.param == "npu" else nccl_group
+
+
+def test_groups_built_at_once_each_find_their_environment_and_leave_none_behind(
+    build_group: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, put_env = dict(os.environ), os.putenv
+
+    def put_known(name: bytes, value: bytes) -> None:
+        """A name that comes or goes moves the table that C code of other threads reads."""
+        assert os.fsdecode(name) in before
+        put_env(name, value)
+
+    def refuse(name: bytes) -> None:
+        raise AssertionError(f"{name!r} was removed")
+
+    monkeypatch.setattr(os, "putenv", put_known)
+    monkeypatch.setattr(os, "unsetenv", refuse)
     for _ in range(5):
         stores = [dist.HashStore() for _ in range(2)]
         side_by_side(
             *(
-                lambda store=store, rank=rank: hccl_group(store, rank=rank, timeout_s=5.0, device=CPU) and None
+                lambda store=store, rank=rank: build_group(store, rank=rank, timeout_s=5.0, device=CPU) and None
                 for store in stores
                 for rank in (0, 1)
             )
