@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weight_sync.device.base import Backend, Capabilities, IpcHandle, PersistentBlock, Role
+from weight_sync.device.base import (
+    Backend,
+    Capabilities,
+    IpcHandle,
+    PersistentBlock,
+    Role,
+    bytes_to_copy,
+    require_size,
+)
 from weight_sync.device.collectives import nccl_group
-from weight_sync.device.digest import digest_bytes
 from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError
 from weight_sync.device.environment import EnvVar, is_true, missing_variables
-from weight_sync.device.fused import FusedDigester, FusedKernels, FusedMover
-from weight_sync.device.plain import bytes_to_copy, require_size
+from weight_sync.device.fused import FusedKernels
 from weight_sync.device.process import describe_self, is_self, require_alive
 from weight_sync.device.torch_binding import CudaBinding, TorchBinding
 from weight_sync.errors import DeviceError
@@ -29,7 +35,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
-    from weight_sync.device.base import Digester, Mover
     from weight_sync.device.collectives import PairGroup
 
 
@@ -368,22 +373,10 @@ class AcceleratorBackend(Backend):
         self._enter()
         self._driver.stream_synchronize(self._binding.current_stream())
 
-    def digest(self, data: torch.Tensor) -> int:
-        return digest_bytes(data)
-
     def enter(self) -> None:
         self._enter()
 
-    def digester(self, views: Sequence[torch.Tensor]) -> Digester:
-        kernels = self._kernels_for(views)
-        return super().digester(views) if kernels is None else FusedDigester(kernels, views)
-
-    def mover(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mover:
-        kernels = self._kernels_for([side for pair in pairs for side in pair])
-        return super().mover(pairs) if kernels is None else FusedMover(kernels, pairs)
-
     def _kernels_for(self, tensors: Sequence[torch.Tensor]) -> FusedKernels | None:
-        """The fused kernels, if all of `tensors` lie on the device they work on."""
         devices = {tensor.device for tensor in tensors}
         if len(devices) != 1:
             return None

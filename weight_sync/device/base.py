@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from weight_sync.device.collectives import PairGroup
     from weight_sync.device.environment import EnvVar
+    from weight_sync.device.fused import BatchCopy, BatchDigest, FusedKernels
 
 Role = Literal["driver", "learner", "engine"]
 """Which kind of process an environment is meant for."""
@@ -70,29 +71,6 @@ class PersistentBlock(Protocol):
         Raises:
             DeviceError: the driver refused; the backend tries again before its next block.
         """
-        ...
-
-
-class Digester(Protocol):
-    """Digests many views of persistent memory at once. Made by `Backend.digester`; one thread at a time."""
-
-    def __call__(self) -> tuple[int, ...]:
-        """Digest of every view as it is now, in order; each equals `Backend.digest(view)`.
-
-        Blocks until they are known. Runs on a stream of its own and waits for no other: what writes the views must be
-        finished. Allocates nothing on the device after the first call.
-        """
-        ...
-
-
-class Mover(Protocol):
-    """Copies and casts many tensors at once. Made by `Backend.mover`."""
-
-    nbytes: int
-    """Written by one call."""
-
-    def __call__(self, stream: Any | None = None) -> None:
-        """Copy every pair, asynchronously on `stream` (None: the current one); `Backend.synchronize(stream)` waits."""
         ...
 
 
@@ -198,25 +176,27 @@ class Backend(ABC):
         """
         self.synchronize()
 
-    @abstractmethod
-    def digest(self, data: torch.Tensor) -> int:
-        """64-bit digest of a contiguous tensor's bytes; equal bytes give equal digests on every backend."""
-
     def enter(self) -> None:
         """Make this backend's device the calling thread's current one. Nothing where threads have none."""
         return
 
-    def digester(self, views: Sequence[torch.Tensor]) -> Digester:
+    def digest(self, data: torch.Tensor) -> int:
+        """64-bit digest of a contiguous tensor's bytes; equal bytes give equal digests on every backend."""
+        from weight_sync.device.digest import digest_bytes
+
+        return digest_bytes(data)
+
+    def digest_batch(self, views: Sequence[torch.Tensor]) -> BatchDigest:
         """Prepare to digest `views`: contiguous uint8 tensors whose memory stays where it is. They are kept alive.
 
         Raises:
             DeviceError: a view is not made of bytes, or is not contiguous.
         """
-        from weight_sync.device.plain import PlainDigester
+        from weight_sync.device.fused import BatchDigest
 
-        return PlainDigester(self, views)
+        return BatchDigest(self, views, self._kernels_for(views))
 
-    def mover(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mover:
+    def copy_batch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> BatchCopy:
         """Prepare to copy `source` to `target` for each (target, source), which stay where they are and are kept alive.
 
         Shapes are equal, targets contiguous and apart from all sources; sources may have any strides. Where dtypes
@@ -225,9 +205,13 @@ class Backend(ABC):
         Raises:
             DeviceError: a shape differs, or a target is not contiguous.
         """
-        from weight_sync.device.plain import PlainMover
+        from weight_sync.device.fused import BatchCopy
 
-        return PlainMover(self, pairs)
+        return BatchCopy(self, pairs, self._kernels_for([tensor for pair in pairs for tensor in pair]))
+
+    def _kernels_for(self, tensors: Sequence[torch.Tensor]) -> FusedKernels | None:
+        """The fused kernels, if all of `tensors` lie on the device they work on."""
+        return None
 
     def process_group(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
         """Member `rank` (0 or 1) of a group of two that moves memory of this device. Blocks until the other has joined.
@@ -256,3 +240,30 @@ class Backend(ABC):
     @abstractmethod
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the current device."""
+
+
+def bytes_to_copy(dst: torch.Tensor, src: torch.Tensor) -> int:
+    """Size of the copy in bytes. Dtypes and shapes may differ, the bytes are what counts.
+
+    Raises:
+        DeviceError: a side is not contiguous, or the sizes differ.
+    """
+    for side, tensor in (("destination", dst), ("source", src)):
+        if not tensor.is_contiguous():
+            raise DeviceError(
+                f"copy {side} must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
+                "copy run by run, or pack it first"
+            )
+    dst_bytes, src_bytes = dst.numel() * dst.element_size(), src.numel() * src.element_size()
+    if dst_bytes != src_bytes:
+        raise DeviceError(
+            f"copy sizes must be equal, got {dst_bytes} bytes of destination ({dst.dtype}, {tuple(dst.shape)}) and "
+            f"{src_bytes} bytes of source ({src.dtype}, {tuple(src.shape)})"
+        )
+    return dst_bytes
+
+
+def require_size(nbytes: int) -> None:
+    """Raises DeviceError unless `nbytes` is a size that can be allocated."""
+    if nbytes <= 0:
+        raise DeviceError(f"a persistent block needs a size of at least 1 byte, got {nbytes}")

@@ -15,12 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weight_sync.device.base import Backend, Capabilities, IpcHandle, PersistentBlock, Role
+from weight_sync.device.base import (
+    Backend,
+    Capabilities,
+    IpcHandle,
+    PersistentBlock,
+    Role,
+    bytes_to_copy,
+    require_size,
+)
 from weight_sync.device.collectives import GlooGroup, PairGroup
-from weight_sync.device.digest import digest_bytes
 from weight_sync.device.environment import EnvVar, missing_variables
 from weight_sync.device.host_memory import host_memory
-from weight_sync.device.plain import as_bytes, bytes_to_copy, require_size
 from weight_sync.device.process import describe_self, require_alive
 from weight_sync.errors import DeviceError
 
@@ -172,7 +178,7 @@ class CpuBackend(Backend):
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
         bytes_to_copy(dst, src)
-        as_bytes(dst).copy_(as_bytes(src))
+        _as_bytes(dst).copy_(_as_bytes(src))
 
     def new_stream(self) -> None:
         return None
@@ -183,14 +189,15 @@ class CpuBackend(Backend):
     def synchronize(self, stream: Any | None = None) -> None:
         return None
 
-    def digest(self, data: torch.Tensor) -> int:
-        return digest_bytes(data)
-
     def process_group(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
         return GlooGroup(store, rank=rank, timeout_s=timeout_s, host=host)
 
     def memory_info(self) -> tuple[int, int]:
         return host_memory()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _out_of_memory(nbytes: int, free: int) -> str:

@@ -12,7 +12,8 @@ from weight_sync.transports.base import PIECE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from weight_sync.device.base import Backend, Mover
+    from weight_sync.device.base import Backend
+    from weight_sync.device.fused import BatchCopy
     from weight_sync.plan.types import Manifest, PackPlan
 
 
@@ -57,7 +58,7 @@ def in_parts(
 class Packer:
     """Packs local shards into slots on a stream of its own.
 
-    The movers hold the addresses of the shards, which an optimizer updates in place. They are built with the first
+    Batch copies hold the addresses of the shards, which an optimizer updates in place. They are built with the first
     pack, and again if a shard has moved (offload, a reload). Shards that live elsewhere than the slots (FSDP2's CPU
     offload) go through the device in parts of at most `PIECE_BYTES`, so it never holds a copy of them.
     """
@@ -69,7 +70,7 @@ class Packer:
         self._params = tuple(sorted({step.param for step in steps}))
         self._stream = backend.new_stream()
         self._addresses: tuple[int, ...] | None = None
-        self._movers: tuple[Mover, ...] = ()
+        self._copies: tuple[BatchCopy, ...] = ()
 
     def pack(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Returns when the bytes are in the slot, so the shards may change again.
@@ -90,15 +91,17 @@ class Packer:
         if any(tensors[name].device != here for name in self._params):
             self._bring(self._pairs(slot, tensors))
         else:
-            self._mover(slot, tensors)(self._stream)
+            self._copy(slot, tensors)(self._stream)
         self._backend.synchronize(self._stream)
 
-    def _mover(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> Mover:
+    def _copy(self, slot: int, tensors: Mapping[str, torch.Tensor]) -> BatchCopy:
         addresses = tuple(tensors[name].data_ptr() for name in self._params)
         if addresses != self._addresses:
-            self._movers = tuple(self._backend.mover(self._pairs(each, tensors)) for each in range(self._num_slots))
+            self._copies = tuple(
+                self._backend.copy_batch(self._pairs(each, tensors)) for each in range(self._num_slots)
+            )
             self._addresses = addresses
-        return self._movers[slot]
+        return self._copies[slot]
 
     def _bring(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with self._backend.use_stream(self._stream):

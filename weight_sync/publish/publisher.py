@@ -58,7 +58,8 @@ from weight_sync.transports.exporter import Offer, offered
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from weight_sync.device.base import Backend, Digester
+    from weight_sync.device.base import Backend
+    from weight_sync.device.fused import BatchDigest
     from weight_sync.plan.types import Manifest, PackPlan, ParamMeta, ShardDesc
 
 
@@ -101,11 +102,11 @@ class Sealer:
         """The last version that could not be sealed, and why."""
         self._future: Future[None] | None = None
         self._sealed: dict[int, Sealed] = {}
-        self._digesters: tuple[Digester, ...] = ()
+        self._digests: tuple[BatchDigest, ...] = ()
         if self._ranges:
             slots = [end.slot(index) for index in range(num_slots)]
-            self._digesters = tuple(
-                backend.digester([slot[start : start + size] for start, size in self._ranges]) for slot in slots
+            self._digests = tuple(
+                backend.digest_batch([slot[start : start + size] for start, size in self._ranges]) for slot in slots
             )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-seal")
 
@@ -153,14 +154,14 @@ class Sealer:
 
     def digests_of(self, slot: int) -> tuple[int, ...]:
         """Digest of every range of a slot as it is now."""
-        return self._digesters[slot]() if self._ranges else ()
+        return self._digests[slot]() if self._ranges else ()
 
     def close(self) -> None:
         """Waits for a slot that is being sealed. Idempotent."""
         with contextlib.suppress(WeightSyncError):
             self.wait(30.0)
         self._thread.shutdown(wait=False)
-        self._digesters = ()
+        self._digests = ()
 
     def _seal(self, version: int, slot: int) -> None:
         started = self._clock()

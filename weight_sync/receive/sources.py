@@ -51,7 +51,8 @@ from weight_sync.transports.select import Reach
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from weight_sync.device.base import Backend, Digester, Mover
+    from weight_sync.device.base import Backend
+    from weight_sync.device.fused import BatchCopy, BatchDigest
     from weight_sync.messages import LinkRequest, OpenReceiver, PublisherInfo, RelayHandle, Request
     from weight_sync.plan.types import Manifest, PullPlan
 
@@ -295,9 +296,9 @@ class ReceiverEpoch:
             self._leases = Leases(
                 self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
             )
-            self._arrived = self._digesters_of(landing.arrivals) if request.verify else {}
+            self._arrived = self._digests_of(landing.arrivals) if request.verify else {}
             self._residence = Residence(host.model, landing.written)
-            self._mover: Mover = host.backend.mover(landing.moves)
+            self._copy: BatchCopy = host.backend.copy_batch(landing.moves)
             undo.pop_all()
 
     @property
@@ -396,11 +397,11 @@ class ReceiverEpoch:
 
     def copy_from_shadow(self) -> None:
         """Device-local copy of every run into the parameters. Asynchronous where the device is."""
-        self._mover()
+        self._copy()
 
     def live_digests(self) -> dict[int, tuple[int, ...]]:
         """Source rank -> digest of each of its runs, read from the live parameters, in plan order."""
-        return {rank: digester() for rank, digester in self._digesters_of(self.landing.params).items()}
+        return {rank: digest() for rank, digest in self._digests_of(self.landing.params).items()}
 
     def check_addresses(self) -> None:
         """
@@ -529,7 +530,7 @@ class ReceiverEpoch:
         found = self._arrived[rank]()
         return [i for i, a, b in zip(source.runs, sent, found, strict=True) if a != b]
 
-    def _digesters_of(self, views: Sequence[torch.Tensor]) -> dict[int, Digester]:
-        """Source rank -> digester of its runs, given every run's bytes."""
-        digester = self._host.backend.digester
-        return {rank: digester([views[i] for i in source.runs]) for rank, source in self._sources.items()}
+    def _digests_of(self, views: Sequence[torch.Tensor]) -> dict[int, BatchDigest]:
+        """Source rank -> digest of its runs, given every run's bytes."""
+        digest_batch = self._host.backend.digest_batch
+        return {rank: digest_batch([views[i] for i in source.runs]) for rank, source in self._sources.items()}

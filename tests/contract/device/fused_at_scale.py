@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weight_sync.device.digest import digest_bytes
-from weight_sync.device.fused import FusedDigester, FusedMover
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from weight_sync.device.base import Backend
+    from weight_sync.device.fused import BatchCopy
 
 GIB = 1 << 30
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,13 +57,13 @@ def ragged_views(data: torch.Tensor) -> list[torch.Tensor]:
 def wrong_digests(backend: Backend, nbytes: int) -> dict[str, int]:
     block = random_block(backend, nbytes)
     views = ragged_views(block.tensor)
-    digester = backend.digester(views)
-    assert isinstance(digester, FusedDigester), "the kernels are not used"
-    found = digester()
+    digest = backend.digest_batch(views)
+    assert digest._fused is not None, "the kernels are not used"
+    found = digest()
     wrong = sum(got != digest_bytes(view) for got, view in zip(found, views, strict=True))
     block.tensor[nbytes // 2] ^= 1
     backend.synchronize()
-    changed = sum(a != b for a, b in zip(digester(), found, strict=True))
+    changed = sum(a != b for a, b in zip(digest(), found, strict=True))
     block.close()
     return {"views": len(views), "wrong": wrong, "changed": changed}
 
@@ -82,13 +82,12 @@ def _wrong_casts(backend: Backend, source: torch.dtype, target: torch.dtype) -> 
     chunk = min(num_patterns, 1 << 28)
     values = torch.empty(chunk, dtype=source, device=backend.torch_device)
     result = torch.empty(chunk, dtype=target, device=backend.torch_device)
-    mover = backend.mover([(result, values)])
-    assert isinstance(mover, FusedMover)
-    assert (mover.num_launches, mover.num_through_torch) == (1, 0), "the kernels are not used"
+    copy = backend.copy_batch([(result, values)])
+    assert (len(copy._launches), len(copy._through_torch[0])) == (1, 0), "the kernels are not used"
     wrong = 0
     for first in range(-num_patterns // 2, num_patterns // 2, chunk):
         torch.arange(first, first + chunk, dtype=as_int, out=values.view(as_int))
-        mover()
+        copy()
         wrong += int((result.view(to_int) != values.to(target).view(to_int)).sum())
     return wrong
 
@@ -104,12 +103,11 @@ def wrong_boxes(backend: Backend, nbytes: int) -> dict[str, int]:
             values.view(-1, 64, 64)[:, 1:9, 3:44],
         ]  # fmt: skip
         pairs = [(torch.empty(box.shape, dtype=target, device=box.device), box) for box in boxes]
-        mover = backend.mover(pairs)
-        assert isinstance(mover, FusedMover)
-        assert mover.num_through_torch == 1
+        copy = backend.copy_batch(pairs)
+        assert len(copy._through_torch[0]) == 1
         stream = backend.new_stream()
         backend.synchronize()
-        mover(stream)
+        copy(stream)
         backend.synchronize(stream)
         wrong[f"{source} to {target}"] = sum(int((result != box.to(target)).sum()) for result, box in pairs)
     return wrong
@@ -126,8 +124,8 @@ def digest_rate(backend: Backend) -> dict[str, float]:
     sizes = [2 * rows * columns for rows, columns in model_shapes()]
     block = random_block(backend, sum(sizes))
     ends = list(itertools.accumulate(sizes))
-    digester = backend.digester([block.tensor[end - size : end] for size, end in zip(sizes, ends, strict=True)])
-    seconds = _best_s(backend, digester)
+    digest = backend.digest_batch([block.tensor[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+    seconds = _best_s(backend, digest)
     block.close()
     return {"ms": seconds * 1e3, "GB/s": sum(sizes) / seconds / 1e9, "views": len(sizes)}
 
@@ -145,11 +143,11 @@ def pack_rate(backend: Backend) -> dict[str, float]:
     for box in boxes:
         pairs.append((packed[start : start + box.numel()].view(box.shape), box))
         start += box.numel()
-    seconds, mover = _move_s(backend, pairs)
+    seconds, copy = _move_s(backend, pairs)
     is_right = all(torch.equal(target, source.to(torch.bfloat16)) for target, source in pairs)
     block.close()
-    rate = 3 * mover.nbytes / seconds / 1e9
-    return {"ms": seconds * 1e3, "GB/s": rate, "launches": mover.num_launches, "right": float(is_right)}
+    rate = 3 * copy.nbytes / seconds / 1e9
+    return {"ms": seconds * 1e3, "GB/s": rate, "launches": len(copy._launches), "right": float(is_right)}
 
 
 def commit_rate(backend: Backend) -> dict[str, float]:
@@ -162,24 +160,24 @@ def commit_rate(backend: Backend) -> dict[str, float]:
         for run in param.view(-1).view(torch.uint8).chunk(4):
             pairs.append((run, block.tensor[start : start + run.numel()]))
             start += run.numel()
-    seconds, mover = _move_s(backend, pairs)
+    seconds, copy = _move_s(backend, pairs)
     is_right = all(torch.equal(target, source) for target, source in pairs)
     block.close()
-    rate = 2 * mover.nbytes / seconds / 1e9
-    return {"ms": seconds * 1e3, "GB/s": rate, "launches": mover.num_launches, "right": float(is_right)}
+    rate = 2 * copy.nbytes / seconds / 1e9
+    return {"ms": seconds * 1e3, "GB/s": rate, "launches": len(copy._launches), "right": float(is_right)}
 
 
-def _move_s(backend: Backend, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, FusedMover]:
-    mover = backend.mover(pairs)
-    assert isinstance(mover, FusedMover), "the kernels are not used"
+def _move_s(backend: Backend, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, BatchCopy]:
+    copy = backend.copy_batch(pairs)
+    assert copy._launches, "the kernels are not used"
     stream = backend.new_stream()
     backend.synchronize()
 
     def move() -> None:
-        mover(stream)
+        copy(stream)
         backend.synchronize(stream)
 
-    return _best_s(backend, move), mover
+    return _best_s(backend, move), copy
 
 
 def _best_s(backend: Backend, work: Callable[[], object], repeats: int = 8) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.device.digest import BLOCK_BYTES, digest_bytes
-from weight_sync.device.fused import FusedDigester, FusedKernels, FusedMover
+from weight_sync.device.fused import BatchCopy, BatchDigest, FusedKernels
 from weight_sync.device.tables import TILE_VECTORS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,23 +65,25 @@ def test_digests_equal_digest_bytes_for_ragged_views_at_every_alignment(kernels:
         *(n * BLOCK_BYTES + more for n, more in ((1, -1), (1, 0), (1, 1), (4, 0), (9, 5))),
     ]
     views = [data[shift : shift + size] for size in sizes for shift in ((0, 3, 8) if size > 9999 else range(17))]
-    assert FusedDigester(kernels, views)() == tuple(digest_bytes(view) for view in views)
+    assert BatchDigest(kernels.backend, views, kernels)() == tuple(digest_bytes(view) for view in views)
 
 
-def test_a_digester_sees_the_bytes_as_they_are_now(kernels: FusedKernels) -> None:
+def test_a_batch_digest_sees_the_bytes_as_they_are_now(kernels: FusedKernels) -> None:
     data = random_bytes(5 * BLOCK_BYTES + 77)
     views = [data[:0], data, data[1:60], data[100:100]]
-    digester = FusedDigester(kernels, views)
-    before = digester()
+    digest = BatchDigest(kernels.backend, views, kernels)
+    before = digest()
     data[40] ^= 1
-    after = digester()
+    after = digest()
     assert after == tuple(digest_bytes(view) for view in views)
     assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, False, True]
 
 
 def test_no_views_have_no_digests(kernels: FusedKernels) -> None:
-    assert FusedDigester(kernels, [])() == ()
-    assert FusedDigester(kernels, [torch.zeros(0, dtype=torch.uint8)])() == (digest_bytes(torch.zeros(0)),)
+    assert BatchDigest(kernels.backend, [], kernels)() == ()
+    assert BatchDigest(kernels.backend, [torch.zeros(0, dtype=torch.uint8)], kernels)() == (
+        digest_bytes(torch.zeros(0)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_no_views_have_no_digests(kernels: FusedKernels) -> None:
 def test_casts_round_as_torch_does(kernels: FusedKernels, source: torch.dtype, target: torch.dtype) -> None:
     values = adversarial(source)
     result = torch.zeros(values.shape, dtype=target)
-    FusedMover(kernels, [(result, values)])()
+    BatchCopy(kernels.backend, [(result, values)], kernels)()
     assert_same_bits(result, values.to(target))
 
 
@@ -113,13 +115,13 @@ def test_boxes_arrive_whatever_their_strides_and_alignment(
         memory = torch.full((start + size + 32,), GUARD, dtype=torch.uint8)
         guarded.append(torch.cat([memory[:start], memory[start + size :]]))
         pairs.append((memory[start : start + size].view(target).view(box.shape), box))
-    mover = FusedMover(kernels, pairs)
-    mover()
+    copy = BatchCopy(kernels.backend, pairs, kernels)
+    copy()
     for result, box in pairs:
         assert torch.equal(result, box.to(target))
     assert all(bool((edge == GUARD).all()) for edge in guarded)
-    assert mover.num_through_torch == 2
-    assert mover.nbytes == sum(box.numel() for box in boxes) * target.itemsize
+    assert len(copy._through_torch[0]) == 2
+    assert copy.nbytes == sum(box.numel() for box in boxes) * target.itemsize
 
 
 def test_bytes_arrive_in_whatever_unit_they_travel(kernels: FusedKernels) -> None:
@@ -132,29 +134,29 @@ def test_bytes_arrive_in_whatever_unit_they_travel(kernels: FusedKernels) -> Non
     for target, source in pairs:
         start = target.data_ptr() - memory.data_ptr()
         expected[start : start + target.numel()] = source.reshape(-1)
-    mover = FusedMover(kernels, pairs)
-    mover()
+    copy = BatchCopy(kernels.backend, pairs, kernels)
+    copy()
     assert torch.equal(memory, expected)
-    assert mover.num_through_torch == 0
+    assert len(copy._through_torch[0]) == 0
 
 
-def test_a_mover_copies_what_the_source_holds_now(kernels: FusedKernels) -> None:
+def test_a_batch_copy_copies_what_the_source_holds_now(kernels: FusedKernels) -> None:
     source, target = torch.zeros(5000), torch.ones(5000, dtype=torch.bfloat16)
-    mover = FusedMover(kernels, [(target, torch.nn.Parameter(source))])
+    copy = BatchCopy(kernels.backend, [(target, torch.nn.Parameter(source))], kernels)
     for value in (1.0, -2.5):
         source.fill_(value)
-        mover()
+        copy()
         assert bool((target == value).all())
 
 
 def test_dtypes_without_a_kernel_go_through_torch(kernels: FusedKernels) -> None:
     source = torch.randn(70, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     target, wholes = torch.zeros(70), torch.zeros(70, dtype=torch.float64)
-    mover = FusedMover(kernels, [(target, source), (wholes, source)])
-    mover()
+    copy = BatchCopy(kernels.backend, [(target, source), (wholes, source)], kernels)
+    copy()
     assert torch.equal(target, source.float())
     assert torch.equal(wholes, source)
-    assert mover.num_through_torch == 1
+    assert len(copy._through_torch[0]) == 1
 
 
 def test_kernels_that_compute_something_else_are_not_used(
@@ -173,7 +175,7 @@ def test_kernels_that_compute_something_else_are_not_used(
     monkeypatch.setattr(module, "move_tiles", Nothing())
     fresh = FusedKernels(CpuBackend(), torch.device("cpu"), module)
     target = torch.zeros(64, dtype=torch.bfloat16)
-    mover = FusedMover(fresh, [(target, torch.ones(64))])
-    mover()
-    assert (mover.num_launches, mover.num_through_torch) == (0, 1)
+    copy = BatchCopy(fresh.backend, [(target, torch.ones(64))], fresh)
+    copy()
+    assert (len(copy._launches), len(copy._through_torch[0])) == (0, 1)
     assert bool((target == 1).all())

@@ -1,4 +1,4 @@
-"""Digesters and movers: the same results on every backend, and from the fused kernels as from torch."""
+"""Batch digests and batch copies: the same results on every backend, and from the fused kernels as from torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ import torch
 from weight_sync.device import DeviceError
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.device.digest import BLOCK_BYTES, digest_bytes
-from weight_sync.device.fused import FusedKernels, FusedMover
+from weight_sync.device.fused import BatchCopy, FusedKernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,19 +32,19 @@ def data_of(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
 
 
-def test_a_digester_answers_for_all_views_in_order_as_they_are_now(every: Harness) -> None:
+def test_a_batch_digest_answers_for_all_views_in_order_as_they_are_now(every: Harness) -> None:
     block = every.backend.alloc_persistent(3 * BLOCK_BYTES)
     block.tensor.copy_(data_of(3 * BLOCK_BYTES))
     views = [block.tensor[start : start + size] for start, size in ((7, 99), (0, 0), (1, 2 * BLOCK_BYTES), (8, 64))]
-    digester = every.backend.digester(views)
-    assert digester() == tuple(digest_bytes(view) for view in views)
+    digest = every.backend.digest_batch(views)
+    assert digest() == tuple(digest_bytes(view) for view in views)
     block.tensor[8] ^= 1
     every.backend.synchronize()
-    assert digester() == tuple(digest_bytes(view.clone()) for view in views)
+    assert digest() == tuple(digest_bytes(view.clone()) for view in views)
     block.close()
 
 
-def test_a_mover_copies_and_casts_every_pair(every: Harness) -> None:
+def test_a_batch_copy_copies_and_casts_every_pair(every: Harness) -> None:
     block = every.backend.alloc_persistent(4000)
     masters = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
     same, cast = block.tensor[:1200].view(torch.float32).view(20, 15), block.tensor[2000:2600].view(torch.bfloat16)
@@ -54,12 +54,12 @@ def test_a_mover_copies_and_casts_every_pair(every: Harness) -> None:
         (same[:, :0], masters[:, :0]),
     ]
     pairs = [pair for pair in pairs if pair[0].is_contiguous()]
-    mover = every.backend.mover(pairs)
-    assert mover.nbytes == 1800
+    copy = every.backend.copy_batch(pairs)
+    assert copy.nbytes == 1800
     for factor in (1.0, -3.0):
         masters.mul_(factor)
         stream = every.backend.new_stream()
-        mover(stream)
+        copy(stream)
         every.backend.synchronize(stream)
         assert torch.equal(same, masters[:, 5:20])
         assert torch.equal(cast, masters.view(-1)[100:400].to(torch.bfloat16))
@@ -67,19 +67,19 @@ def test_a_mover_copies_and_casts_every_pair(every: Harness) -> None:
 
 
 def test_no_views_and_no_pairs_are_no_trouble(every: Harness) -> None:
-    assert every.backend.digester([])() == ()
-    mover = every.backend.mover([])
-    mover()
-    assert mover.nbytes == 0
+    assert every.backend.digest_batch([])() == ()
+    copy = every.backend.copy_batch([])
+    copy()
+    assert copy.nbytes == 0
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda b: b.digester([torch.zeros(4, dtype=torch.uint8), torch.zeros(4)]), "number 1 with torch.float32"),
-        (lambda b: b.digester([torch.zeros(4, 4, dtype=torch.uint8)[:, :2]]), "contiguous uint8 views"),
-        (lambda b: b.mover([(torch.zeros(4), torch.zeros(5))]), r"number 0 with destination \(4,\)"),
-        (lambda b: b.mover([(torch.zeros(4, 4)[:, :2], torch.zeros(4, 2))]), "contiguous destinations"),
+        (lambda b: b.digest_batch([torch.zeros(4, dtype=torch.uint8), torch.zeros(4)]), "number 1 with torch.float32"),
+        (lambda b: b.digest_batch([torch.zeros(4, 4, dtype=torch.uint8)[:, :2]]), "contiguous uint8 views"),
+        (lambda b: b.copy_batch([(torch.zeros(4), torch.zeros(5))]), r"number 0 with destination \(4,\)"),
+        (lambda b: b.copy_batch([(torch.zeros(4, 4)[:, :2], torch.zeros(4, 2))]), "contiguous destinations"),
     ],
     ids=["views that are no bytes", "scattered views", "pairs of other shapes", "scattered destinations"],
 )
@@ -92,11 +92,11 @@ def test_kernels_that_cannot_be_had_are_reported_once_and_torch_does_the_work(
     accelerator: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = accelerator.backend
-    tensors = [SimpleNamespace(device=torch.device("cuda", 0))]
+    tensors: list[Any] = [SimpleNamespace(device=torch.device("cuda", 0))]
     monkeypatch.setattr(FusedKernels, "open", lambda backend, device: "there is no Triton here")
     with caplog.at_level(logging.INFO, logger="weight_sync.device.accelerator"):
-        assert backend._kernels_for(tensors) is None  # pyright: ignore[reportAttributeAccessIssue]
-        assert backend._kernels_for(tensors) is None  # pyright: ignore[reportAttributeAccessIssue]
+        assert backend._kernels_for(tensors) is None
+        assert backend._kernels_for(tensors) is None
     reasons = [record.getMessage() for record in caplog.records]
     assert len(reasons) == 1
     assert "torch is used: " in reasons[0]
@@ -129,10 +129,10 @@ def test_a_cast_that_no_kernel_can_do_is_done_by_torch_and_the_log_says_why_once
     kernels.cast = cast
     source, target = torch.randn(64, 64), torch.zeros(2, 64, 64, dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="weight_sync.device.fused"):
-        movers = [FusedMover(kernels, [(each, source)]) for each in target]
-    for mover in movers:
-        assert (mover.num_launches, mover.num_through_torch) == (0, 1)
-        mover()
+        copies = [BatchCopy(kernels.backend, [(each, source)], kernels) for each in target]
+    for copy in copies:
+        assert (len(copy._launches), len(copy._through_torch[0])) == (0, 1)
+        copy()
     assert torch.equal(target[1], source.to(torch.bfloat16))
     (line,) = [record.getMessage() for record in caplog.records]
     assert re.search(rf"cpu: torch is used for float32 to bfloat16 .*: the kernel .*{reason}", line)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.fakes.drivers.host_npu import HostNpuBinding
-from weight_sync.device import DeviceError, plain
+from weight_sync.device import DeviceError, fused
 from weight_sync.device.npu import NpuBackend
 from weight_sync.publish.packer import Packer, PackStep
 
@@ -38,8 +38,8 @@ def backend(library: ctypes.CDLL, binding: HostNpuBinding) -> Backend:
 def test_what_is_packed_is_in_the_slot_when_pack_returns(
     backend: Backend, binding: HostNpuBinding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy_all = plain.copy_all
-    monkeypatch.setattr(plain, "copy_all", lambda *lists: binding.queue.put(partial(copy_all, *lists)))
+    copy_all = fused.copy_all
+    monkeypatch.setattr(fused, "copy_all", lambda *lists: binding.queue.put(partial(copy_all, *lists)))
     slot, shard = torch.zeros(8), torch.ones(8)
     packer = Packer(backend, [PackStep("w", (slice(0, 8),), (slot,))], num_slots=1)
     packer.pack(0, {"w": shard})

@@ -53,8 +53,8 @@ def test_shards_on_the_host_pass_the_device_in_parts_and_nothing_of_them_stays(
     """The meta device stands in for an accelerator: it has no bytes, but it is another one."""
     monkeypatch.setattr(pack, "PIECE_BYTES", 64)
     backend = CpuBackend()
-    movers: list[Any] = []
-    monkeypatch.setattr(backend, "mover", movers.append)
+    copies: list[Any] = []
+    monkeypatch.setattr(backend, "copy_batch", copies.append)
     views = tuple(torch.empty(10, 4, dtype=torch.bfloat16, device="meta") for _ in range(2))
     steps = [PackStep("w", (slice(0, 10), slice(0, 4)), views)]
     packer = Packer(backend, steps, num_slots=2)
@@ -63,7 +63,7 @@ def test_shards_on_the_host_pass_the_device_in_parts_and_nothing_of_them_stays(
         packer.pack(0, {"w": shard})
         packer.pack(1, {"w": shard})
     assert arrivals.sizes == [64, 64, 32] * 2
-    assert movers == [], "movers keep what they read alive"
+    assert copies == [], "batch copies keep what they read alive"
     left = weakref.ref(shard)
     del shard
     gc.collect()
