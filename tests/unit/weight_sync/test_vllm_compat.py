@@ -29,6 +29,30 @@ def test_version_outside_is_refused_with_what_is_allowed(version: str) -> None:
         check_vllm_version(version)
 
 
+@pytest.mark.parametrize("version", ["0.19.0+rocm721", "0.25.1+rocm723", "0.19.1.dev2+gabc1234.rocm720"])
+def test_builds_for_rocm_are_taken_from_the_oldest_that_others_train_with(version: str) -> None:
+    assert check_vllm_version(version) == version
+    with pytest.raises(UnsupportedVllm, match=r"vLLM 0.18.0\+rocm700 is not supported, allowed: >= 0.19, < 0.34"):
+        check_vllm_version("0.18.0+rocm700")
+
+
+@pytest.mark.parametrize(
+    ("version", "ascend", "fit"),
+    [
+        ("0.26.0+empty", "0.26.0rc1", True),
+        ("0.26.0", "0.26.0.post1", True),
+        ("0.27.1", "0.26.0rc1", False),
+        ("0.27.1.dev4+gabc", "0.26.0rc1", True),  # built from source: nobody can tell
+    ],
+)
+def test_a_plugin_for_ascend_made_for_another_vllm_is_refused(version: str, ascend: str, fit: bool) -> None:
+    if fit:
+        assert check_vllm_version(version, ascend) == version
+        return
+    with pytest.raises(UnsupportedVllm, match=r"vllm-ascend 0.26.0rc1 is made for vLLM 0.26.0, got vLLM 0.27.1"):
+        check_vllm_version(version, ascend)
+
+
 class Calls:
     def __init__(self) -> None:
         self.seen: list[tuple[object, ...]] = []

@@ -181,6 +181,18 @@ def test_a_missing_engine_is_named_with_the_command_that_installs_it(monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("versions", "words"),
+    [({"vllm-ascend": "0.26.0rc1"}, "needs vLLM"), ({"vllm": "0.27.1", "vllm-ascend": "0.26.0rc1"}, "made for vLLM")],
+)
+def test_the_plugin_for_ascend_is_not_taken_for_vllm_itself(
+    versions: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_version_of", versions.get)
+    (problem,) = preflight.engine_package_problems()
+    assert words in problem.message
+
+
+@pytest.mark.parametrize(
     ("torch", "torchvision", "requires", "is_refused"),
     [
         ("2.9.0", "0.24.0", ["numpy", "torch ==2.9.0"], False),
