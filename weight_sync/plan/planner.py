@@ -12,23 +12,23 @@ are neighbours in the engine and their runs merge. Column strips (row-parallel l
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from weight_sync.errors import PlanMismatch
-from weight_sync.plan.checks import DTYPE_BYTES, input_problems, manifest_problems
-from weight_sync.plan.geometry import TooScattered, dense_runs
+from weight_sync.plan.checks import DTYPE_BYTES, input_problems, manifest_problems, num_rows
+from weight_sync.plan.geometry import dense_runs, extent
 from weight_sync.plan.types import Manifest, PackItem, PackPlan, PullPlan, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from weight_sync.plan.types import ParamMeta, RecordedCopy, ShardDesc, WorkerLayout
+    from weight_sync.plan.types import ParamMeta, ShardDesc, WorkerLayout
 
 
 ALIGN_BYTES = 16
@@ -37,37 +37,49 @@ MAX_MANIFEST_BYTES = 256 << 20
 """70B over 64 learner ranks and 8 workers makes 20 MB; more than this bound is a bug or an attack."""
 
 
-class _Use(NamedTuple):
-    """Where one worker wants a box: a strided view of one of its parameters, in elements."""
+class _Parts(NamedTuple):
+    """Copies of the workers, cut along the rows of the shards: columns with an entry for each part.
 
-    worker: int
-    param_index: int
-    dst_param: str
-    offset: int
-    stride: tuple[int, ...]
+    A part is a box of one shard that one worker wants. The parts of a box stand together, in the order of the workers.
+    """
 
-
-@dataclass(slots=True, kw_only=True)
-class _Box:
-    """A box of one rank's shard, in coordinates of the full tensor, and everyone who wants it."""
-
-    param: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    local_row: int
+    copy: np.ndarray
+    """Index into the copies."""
+    rank: np.ndarray
+    local_row: np.ndarray
     """First row of the box, counted from the first row of the shard."""
-    itemsize: int
-    uses: list[_Use] = field(default_factory=list)
+    row: np.ndarray
+    """The same, counted from the first row of the tensor."""
+    num_rows: np.ndarray
+    dst_offset: np.ndarray
+    """Elements."""
+    box: np.ndarray
+    """Number of the box, from 0, without gaps."""
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.size) * self.itemsize
 
-    def order(self) -> tuple[object, ...]:
-        """Sort key: consumers, then place in the first consumer's model."""
-        first = self.uses[0]
-        workers = tuple(sorted({use.worker for use in self.uses}))
-        return workers, first.param_index, first.offset, self.param, self.start, self.size
+class _Copies:
+    """Copies that are not empty, in the order of the workers, as columns."""
+
+    def __init__(self, params: Sequence[ParamMeta], workers: Sequence[WorkerLayout]) -> None:
+        itemsizes = {meta.name: DTYPE_BYTES[meta.dtype] for meta in params}
+        layouts = sorted(workers, key=lambda layout: layout.worker)
+        indices = [{param.name: i for i, param in enumerate(layout.params)} for layout in layouts]
+        rows = [(i, copy) for i, layout in enumerate(layouts) for copy in layout.copies if prod(copy.src_size)]
+        self.rows = [copy for _, copy in rows]
+        self.worker = _ints(layouts[i].worker for i, _ in rows)
+        self.param_index = _ints(indices[i][copy.dst_param] for i, copy in rows)
+        self.itemsize = _ints(itemsizes[copy.src_param] for copy in self.rows)
+        self.first_row = _ints(copy.src_start[0] if copy.src_start else 0 for copy in self.rows)
+        self.num_rows = _ints(copy.src_size[0] if copy.src_size else 1 for copy in self.rows)
+        self.dst_offset = _ints(copy.dst_offset for copy in self.rows)
+        self.row_stride = _ints(copy.dst_stride[0] if copy.dst_stride else 0 for copy in self.rows)
+        self.row_elements = _ints(prod(copy.src_size[1:]) for copy in self.rows)
+        self.row_extent = _ints(extent(copy.src_size[1:], copy.dst_stride[1:]) for copy in self.rows)
+        self.src_name, _ = _ordinals(copy.src_param for copy in self.rows)
+        self.dst_name, self.dst_names = _ordinals(copy.dst_param for copy in self.rows)
+        self.inner_start, _ = _ordinals(copy.src_start[1:] for copy in self.rows)
+        self.inner_size, _ = _ordinals(copy.src_size[1:] for copy in self.rows)
+        self.view, self.views = _ordinals((copy.src_size[1:], copy.dst_stride) for copy in self.rows)
 
 
 def build_manifest(
@@ -88,19 +100,13 @@ def build_manifest(
     problems = input_problems(params, shards, workers)
     if problems:
         raise _mismatch("the learner's parameters do not fit the engine's model", problems)
-    boxes_by_rank = _intersect(params, shards, workers)
-    pack: list[PackPlan] = []
-    runs: defaultdict[int, list[Run]] = defaultdict(list)
-    for rank in sorted(boxes_by_rank):
-        ordered = sorted(boxes_by_rank[rank], key=_Box.order)
-        offsets, arena_bytes = _place(ordered)
-        items = tuple(_pack_item(box, offset) for box, offset in zip(ordered, offsets, strict=True))
-        pack.append(PackPlan(rank=rank, items=items, arena_bytes=arena_bytes))
-        for box, offset in zip(ordered, offsets, strict=True):
-            for use in box.uses:
-                runs[use.worker].extend(_runs_of_use(rank, box, offset, use))
-    pull = [PullPlan(worker=w, runs=_merged(runs[w])) for w in sorted(layout.worker for layout in workers)]
-    manifest = Manifest(epoch=epoch, params=tuple(params), pack=tuple(pack), pull=tuple(pull), digest="")
+    copies = _Copies(params, workers)
+    parts = _cut(copies, params, shards)
+    boxes = _in_arena_order(copies, parts)
+    offsets, arena_bytes = _place(copies, parts, boxes)
+    pack = _pack_plans(copies, parts, boxes, offsets=offsets, arena_bytes=arena_bytes, shards=shards)
+    pull = _pull_plans(copies, parts, boxes, offsets=offsets, workers=workers)
+    manifest = Manifest(epoch=epoch, params=tuple(params), pack=pack, pull=pull, digest="")
     return msgspec.structs.replace(manifest, digest=manifest_digest(manifest))
 
 
@@ -143,124 +149,167 @@ def _as_wide_as_stored(params: Sequence[ParamMeta], workers: Sequence[WorkerLayo
     )
 
 
-def _intersect(
-    params: Sequence[ParamMeta], shards: Sequence[ShardDesc], workers: Sequence[WorkerLayout]
-) -> dict[int, list[_Box]]:
-    """Every box of every shard that some worker needs, once, with its users in worker order."""
-    itemsize = {meta.name: DTYPE_BYTES[meta.dtype] for meta in params}
-    by_param: defaultdict[str, list[ShardDesc]] = defaultdict(list)
-    for shard in sorted(shards, key=lambda s: s.row_start):
-        if shard.row_stop > shard.row_start:
-            by_param[shard.param].append(shard)
-    boxes: dict[tuple[int, str, tuple[int, ...], tuple[int, ...]], _Box] = {}
-    for layout in sorted(workers, key=lambda w: w.worker):
-        index = {param.name: i for i, param in enumerate(layout.params)}
-        for copy in layout.copies:
-            for shard, start, size, dst_offset in _cut(copy, by_param[copy.src_param]):
-                key = (shard.rank, copy.src_param, start, size)
-                box = boxes.get(key)
-                if box is None:
-                    box = boxes[key] = _Box(
-                        param=copy.src_param,
-                        start=start,
-                        size=size,
-                        local_row=start[0] - shard.row_start if start else 0,
-                        itemsize=itemsize[copy.src_param],
-                    )
-                box.uses.append(
-                    _Use(
-                        worker=layout.worker,
-                        param_index=index[copy.dst_param],
-                        dst_param=copy.dst_param,
-                        offset=dst_offset,
-                        stride=copy.dst_stride,
-                    )
-                )
-    result: dict[int, list[_Box]] = {shard.rank: [] for shard in shards}
-    for (rank, _, _, _), box in boxes.items():
-        result[rank].append(box)
-    return result
+def _cut(copies: _Copies, params: Sequence[ParamMeta], shards: Sequence[ShardDesc]) -> _Parts:
+    """Shards tile the rows of each parameter, so all rows of all parameters lie one after another on one line."""
+    base = dict(zip((meta.name for meta in params), accumulate((num_rows(m) for m in params), initial=0), strict=False))
+    held = sorted(
+        (base[s.param] + s.row_start, s.row_stop - s.row_start, s.rank) for s in shards if s.row_stop > s.row_start
+    )
+    starts, sizes, ranks = np.array(held, np.int64).reshape(-1, 3).T
+    origin = _ints(base[copy.src_param] for copy in copies.rows)
+    first = np.searchsorted(starts, origin + copies.first_row, side="right") - 1
+    last = np.searchsorted(starts, origin + copies.first_row + copies.num_rows - 1, side="right") - 1
+    copy, nth = _expand(last - first + 1)
+    shard = first[copy] + nth
+    shard_row = starts[shard] - origin[copy]
+    first_row = copies.first_row[copy]
+    row = np.maximum(first_row, shard_row)
+    num = np.minimum(first_row + copies.num_rows[copy], shard_row + sizes[shard]) - row
+    offset = copies.dst_offset[copy] + (row - first_row) * copies.row_stride[copy]
+    identity = (copies.inner_size[copy], copies.inner_start[copy], num, row, shard)
+    order = np.lexsort(identity)
+    box = np.cumsum(_changes(*(column[order] for column in identity))) - 1
+    columns = (copy, ranks[shard], row - shard_row, row, num, offset)
+    return _Parts(*(column[order] for column in columns), box=box)
 
 
-def _cut(
-    copy: RecordedCopy, shards: Sequence[ShardDesc]
-) -> Iterator[tuple[ShardDesc, tuple[int, ...], tuple[int, ...], int]]:
-    """Cut a recorded copy along the rows of the shards: (shard, start, size, dst_offset) of each part.
-
-    `shards` are sorted by row and tile the rows, so those that matter are found by bisection.
-    """
-    if prod(copy.src_size) == 0:
-        return
-    row_start, row_size = (copy.src_start[0], copy.src_size[0]) if copy.src_start else (0, 1)
-    at = bisect_right(shards, row_start, key=lambda s: s.row_start) - 1
-    while at < len(shards) and shards[at].row_start < row_start + row_size:
-        shard = shards[at]
-        low = max(row_start, shard.row_start)
-        rows = min(row_start + row_size, shard.row_stop) - low
-        if not copy.src_start:
-            yield shard, (), (), copy.dst_offset
-        else:
-            dst_offset = copy.dst_offset + (low - row_start) * copy.dst_stride[0]
-            yield shard, (low, *copy.src_start[1:]), (rows, *copy.src_size[1:]), dst_offset
-        at += 1
+def _in_arena_order(copies: _Copies, parts: _Parts) -> np.ndarray:
+    """First part of every box, sorted by rank, consumers, and place in the first consumer's model."""
+    first = np.flatnonzero(_changes(parts.box))
+    workers = copies.worker[parts.copy].tolist()
+    bounds = [*first.tolist(), len(workers)]
+    consumers, _ = _ordinals(tuple(sorted(set(workers[a:b]))) for a, b in pairwise(bounds))
+    copy = parts.copy[first]
+    keys = (
+        parts.rank[first], consumers, copies.param_index[copy], parts.dst_offset[first], copies.src_name[copy],
+        parts.row[first], copies.inner_start[copy], parts.num_rows[first], copies.inner_size[copy],
+    )  # fmt: skip
+    return first[np.lexsort(keys[::-1])]
 
 
-def _place(boxes: Sequence[_Box]) -> tuple[list[int], int]:
-    """Arena offsets of boxes in this order, and the size of the arena, in bytes.
+def _place(copies: _Copies, parts: _Parts, boxes: np.ndarray) -> tuple[np.ndarray, dict[int, int]]:
+    """Arena offset of every box, and the size of each rank's arena, in bytes.
 
     A box that follows the box before it in the parameter of its first worker is placed without a gap (and is
     element-aligned, because both have the parameter's dtype). Any other starts at `ALIGN_BYTES`.
     """
-    offsets: list[int] = []
-    end = 0
-    goes_on_at: tuple[int, str, int] | None = None
-    for box in boxes:
-        first = box.uses[0]
-        if goes_on_at != (first.worker, first.dst_param, first.offset):
-            end = -(-end // ALIGN_BYTES) * ALIGN_BYTES
-        offsets.append(end)
-        end += box.nbytes
-        starts, length = dense_runs(first.offset, box.size, first.stride)
-        goes_on_at = (first.worker, first.dst_param, int(starts[-1]) + length)
-    return offsets, -(-end // ALIGN_BYTES) * ALIGN_BYTES
+    copy, rank, start = parts.copy[boxes], parts.rank[boxes], parts.dst_offset[boxes]
+    stop = start + (parts.num_rows[boxes] - 1) * copies.row_stride[copy] + copies.row_extent[copy]
+    opens = _changes(rank, copies.worker[copy], copies.param_index[copy])
+    opens[1:] |= start[1:] != stop[:-1]
+    nbytes = _nbytes(copies, parts, boxes)
+    heads = np.flatnonzero(opens)
+    sizes = -(-_sums(nbytes, heads) // ALIGN_BYTES) * ALIGN_BYTES
+    # All arenas one after another; each begins where the first box of its rank does.
+    ends = np.cumsum(sizes)
+    within = np.cumsum(nbytes) - nbytes
+    chain = np.cumsum(opens) - 1
+    offsets = within - within[heads][chain] + (ends - sizes)[chain]
+    bounds = np.flatnonzero(_changes(rank))
+    arena_bytes = dict(zip(rank[bounds].tolist(), _sums(sizes, chain[bounds]).tolist(), strict=True))
+    return offsets - np.repeat(offsets[bounds], np.diff(bounds, append=len(rank))), arena_bytes
 
 
-def _pack_item(box: _Box, arena_off: int) -> PackItem:
-    start = (box.local_row, *box.start[1:]) if box.start else ()
-    return PackItem(param=box.param, start=start, size=box.size, arena_off=arena_off, nbytes=box.nbytes)
+def _pack_plans(
+    copies: _Copies,
+    parts: _Parts,
+    boxes: np.ndarray,
+    *,
+    offsets: np.ndarray,
+    arena_bytes: Mapping[int, int],
+    shards: Sequence[ShardDesc],
+) -> tuple[PackPlan, ...]:
+    items: dict[int, list[PackItem]] = {rank: [] for rank in sorted({shard.rank for shard in shards})}
+    columns = (parts.rank, parts.copy, parts.local_row, parts.num_rows)
+    lists = [column[boxes].tolist() for column in columns]
+    for rank, i, row, num, offset, nbytes in zip(
+        *lists, offsets.tolist(), _nbytes(copies, parts, boxes).tolist(), strict=True
+    ):
+        copy = copies.rows[i]
+        start = (row, *copy.src_start[1:]) if copy.src_start else ()
+        size = (num, *copy.src_size[1:]) if copy.src_size else ()
+        items[rank].append(PackItem(param=copy.src_param, start=start, size=size, arena_off=offset, nbytes=nbytes))
+    return tuple(
+        PackPlan(rank=rank, items=tuple(packed), arena_bytes=arena_bytes.get(rank, 0)) for rank, packed in items.items()
+    )
 
 
-def _runs_of_use(rank: int, box: _Box, arena_off: int, use: _Use) -> Iterator[Run]:
-    try:
-        starts, length = dense_runs(use.offset, box.size, use.stride)
-    except TooScattered as error:
-        raise PlanMismatch(
-            f"{box.param} lands in {use.dst_param} of worker {use.worker} as {error}; "
-            "the engine stores it in another order, use the reload path for it"
-        ) from error
-    nbytes = length * box.itemsize
-    for i, start in enumerate(starts.tolist()):
-        yield Run(
-            src_rank=rank,
-            src_off=arena_off + i * nbytes,
-            dst_param=use.dst_param,
-            dst_off=start * box.itemsize,
-            nbytes=nbytes,
-        )
-
-
-def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
+def _pull_plans(
+    copies: _Copies, parts: _Parts, boxes: np.ndarray, *, offsets: np.ndarray, workers: Sequence[WorkerLayout]
+) -> tuple[PullPlan, ...]:
     """Runs in arena order, neighbours in both arena and parameter joined."""
-    merged: list[Run] = []
-    for run in sorted(runs, key=lambda r: (r.src_rank, r.src_off, r.dst_param, r.dst_off)):
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and (last.src_rank, last.dst_param) == (run.src_rank, run.dst_param)
-            and last.src_off + last.nbytes == run.src_off
-            and last.dst_off + last.nbytes == run.dst_off
-        ):
-            merged[-1] = msgspec.structs.replace(last, nbytes=last.nbytes + run.nbytes)
-        else:
-            merged.append(run)
-    return tuple(merged)
+    offset_of_box = np.empty_like(offsets)
+    offset_of_box[parts.box[boxes]] = offsets
+    part, nth, start, length = _runs(copies, parts)
+    copy = parts.copy[part]
+    nbytes = length * copies.itemsize[copy]
+    src_off = offset_of_box[parts.box[part]] + nth * nbytes
+    dst_off = (parts.dst_offset[part] + start) * copies.itemsize[copy]
+    columns = (copies.worker[copy], parts.rank[part], src_off, copies.dst_name[copy], dst_off, nbytes)
+    order = np.lexsort(columns[4::-1])
+    worker, rank, src_off, name, dst_off, nbytes = (column[order] for column in columns)
+    opens = _changes(worker, rank, name)
+    opens[1:] |= (src_off[1:] != (src_off + nbytes)[:-1]) | (dst_off[1:] != (dst_off + nbytes)[:-1])
+    heads = np.flatnonzero(opens)
+    runs: dict[int, list[Run]] = {w: [] for w in sorted(layout.worker for layout in workers)}
+    lists = [column[heads].tolist() for column in (worker, rank, src_off, name, dst_off)]
+    for w, src_rank, src, i, dst, n in zip(*lists, _sums(nbytes, heads).tolist(), strict=True):
+        runs[w].append(Run(src_rank=src_rank, src_off=src, dst_param=copies.dst_names[i], dst_off=dst, nbytes=n))
+    return tuple(PullPlan(worker=w, runs=tuple(found)) for w, found in runs.items())
+
+
+def _runs(copies: _Copies, parts: _Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Contiguous runs of all parts: (part, how manieth of it, first element from that of the part, elements).
+
+    Layers and experts repeat few views many times, so each view is split once. None is too scattered: a whole copy has
+    at least as many runs as any of its parts, and `input_problems` has tried them.
+    """
+    view, most = copies.view[parts.copy], int(parts.num_rows.max(initial=0)) + 1
+    distinct, index = np.unique(view * most + parts.num_rows, return_inverse=True)
+    split: list[tuple[np.ndarray, int]] = []
+    for key in distinct.tolist():
+        inner, stride = copies.views[key // most]
+        split.append(dense_runs(0, (key % most, *inner) if stride else (), stride))
+    counts = _ints(len(starts) for starts, _ in split)
+    lengths = _ints(length for _, length in split)
+    flat = np.concatenate([np.zeros(0, np.int64), *(starts for starts, _ in split)])
+    part, nth = _expand(counts[index])
+    which = index[part]
+    return part, nth, flat[(np.cumsum(counts) - counts)[which] + nth], lengths[which]
+
+
+def _nbytes(copies: _Copies, parts: _Parts, boxes: np.ndarray) -> np.ndarray:
+    copy = parts.copy[boxes]
+    return parts.num_rows[boxes] * copies.row_elements[copy] * copies.itemsize[copy]
+
+
+def _ints(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, np.int64)
+
+
+def _ordinals(values: Iterable[Any]) -> tuple[np.ndarray, list[Any]]:
+    """Each value's place among the distinct ones, and those, sorted."""
+    values = list(values)
+    distinct = sorted(set(values))
+    place = {value: i for i, value in enumerate(distinct)}
+    return _ints(place[value] for value in values), distinct
+
+
+def _expand(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[2, 0, 3] -> ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])."""
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _changes(*columns: np.ndarray) -> np.ndarray:
+    """Where some column differs from the entry before, the first entry included."""
+    differs = np.ones(len(columns[0]), bool)
+    differs[1:] = False
+    for column in columns:
+        differs[1:] |= column[1:] != column[:-1]
+    return differs
+
+
+def _sums(values: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    """Sums of the stretches that begin at `heads`."""
+    return np.add.reduceat(values, heads) if len(heads) else np.zeros(0, np.int64)
