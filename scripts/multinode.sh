@@ -34,18 +34,7 @@ if [ -z "$python" ]; then
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-# Ray's daemons pass their environment on to every actor, and read some of it only when they start: what the device needs
-# is set now. A value that is set already stays.
-wanted=$("$python" - <<'EOF'
-import shlex
-from weight_sync.device import get_backend
-backend = get_backend("auto")
-variables = {v.name: v for role in ("driver", "learner", "engine") for v in backend.process_env(role)}
-early = [v for v in variables.values() if v.before_ray_start]
-print("\n".join(f"export {v.name}=${{{v.name}-{shlex.quote(v.value)}}}" for v in early))
-EOF
-) || die "Tandem does not import in $python; install it on every node, or set PYTHON"
-eval "$wanted"
+"$python" -c 'import trainer' || die "Tandem does not import in $python; install it on every node, or set PYTHON"
 # Ray hides the devices from processes that ask for none, unless this is set.
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=${RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO:-0}
 

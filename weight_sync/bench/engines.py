@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.bench.processes import Child, Replica
+from weight_sync.device.environment import merge_env
 from weight_sync.device.select import get_backend
 from weight_sync.device.visibility import shown
 from weight_sync.vllm.compat import EXTENSION, check_vllm_version
@@ -77,14 +78,14 @@ def devices_environment(
 
 def engine_environment(case: Case, backend: Backend) -> dict[str, str]:
     """Variables of an engine's processes. A value that the user has set wins."""
-    found = {variable.name: variable.value for variable in backend.process_env("engine")}
-    found |= {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    found = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if backend.name == "cpu":
         # No plugins; no C++ compiler run for one small function of the sampler.
         found |= {"VLLM_PLUGINS": "", "TORCHDYNAMO_DISABLE": "1"}
         if case.tp == 1:
             found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    return {name: value for name, value in found.items() if name not in os.environ}
+    own = {name: value for name, value in found.items() if name not in os.environ}
+    return merge_env(backend.process_env("engine"), own, os.environ)
 
 
 def engine_arguments(case: Case, backend: Backend, folder: str) -> dict[str, Any]:

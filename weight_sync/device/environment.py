@@ -32,39 +32,25 @@ HIDDEN = "(not shown)"
 def merge_env(defaults: tuple[EnvVar, ...], user: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
     """Variables to start a process with: the user's configuration, else what is inherited, else our default.
 
-    Inherited variables that nobody asked for are left out: the child inherits them anyway. Inherited values of our
-    variables are kept in, because a child on another host does not inherit from here.
+    Where a variable `overrides` what is inherited, our value comes before that. Inherited variables that nobody asked
+    for are left out: the child inherits them anyway. Inherited values of our variables are kept in, because a child on
+    another host does not inherit from here.
 
     Example:
         >>> merge_env((EnvVar(name="A", value="1", why="..."),), {"B": "2"}, {"A": "3", "C": "4"})
         {'A': '3', 'B': '2'}
     """
-    merged = {var.name: inherited.get(var.name, var.value) for var in defaults}
+    merged = {var.name: var.value if var.overrides else inherited.get(var.name, var.value) for var in defaults}
     return {**merged, **user}
 
 
 def missing_variables(needed: tuple[EnvVar, ...], environ: Mapping[str, str]) -> list[str]:
-    """One message per variable that is not as a process needs it.
-
-    A user's own value is accepted, except for variables that Ray reads when its daemon starts: there a different value
-    means that the whole cluster runs with the behaviour that the variable must turn off.
-    """
-    problems = []
-    for var in needed:
-        found = environ.get(var.name)
-        if found is None or (var.before_ray_start and found != var.value):
-            problems.append(_complaint(var, found))
-    return problems
-
-
-def _complaint(var: EnvVar, found: str | None) -> str:
-    got = "it is not set" if found is None else f"got {found!r}"
-    if var.before_ray_start:
-        return (
-            f"{var.name} must be {var.value!r} before Ray starts, {got} ({var.why}); run `ray stop` on every host, "
-            f"`export {var.name}={var.value}`, then `ray start` again"
-        )
-    return f"{var.name} should be {var.value!r}, {got} ({var.why}); set it in `device.env`"
+    """One message per variable that is not set. A user's own value is accepted."""
+    return [
+        f"{var.name} should be {var.value!r}, it is not set ({var.why}); set it in `device.env`"
+        for var in needed
+        if var.name not in environ
+    ]
 
 
 def relevant_env(environ: Mapping[str, str]) -> dict[str, str]:
@@ -104,5 +90,5 @@ class EnvVar:
     name: str
     value: str
     why: str
-    before_ray_start: bool = False
-    """True if it only works when set before the Ray daemon (`ray start`) came up."""
+    overrides: bool = False
+    """True if an inherited value gives way to ours: images and nodes may have one that breaks what we need."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SLEEP_MODE_SINCE = (6, 4)
 """ROCm 6.3.4 has it too, but torch only knows HIP's version, which does not tell 6.3.4 from 6.3.0."""
+_NOSET = tuple(f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES" for vendor in ("HIP", "ROCR"))
+_WHY_NOSET = "Ray would narrow each process to its own devices, and HIP IPC handles name devices of the host"
 _CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -53,27 +55,32 @@ class RocmBackend(CudaLikeBackend):
         return ",".join(str(index) for index in (*own, *others))
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
-        noset = tuple(
-            EnvVar(
-                name=f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES",
-                value="1",
-                why="Ray would narrow each process to its own devices, and HIP IPC handles name devices of the host",
-                before_ray_start=True,
-            )
-            for vendor in ("HIP", "ROCR")
-        )
         if role == "driver":
-            return noset
-        scratch = EnvVar(
-            name="HSA_NO_SCRATCH_RECLAIM",
-            value="1",
-            why="without it the first collective fails with ncclSystemError on MI300X; read when HIP starts",
+            return ()
+        common = (
+            *(EnvVar(name=name, value="1", why=_WHY_NOSET, overrides=True) for name in _NOSET),
+            EnvVar(
+                name="HSA_NO_SCRATCH_RECLAIM",
+                value="1",
+                why="without it the first collective fails with ncclSystemError on MI300X; read when HIP starts",
+            ),
+            EnvVar(
+                name="HSA_ENABLE_IPC_MODE_LEGACY",
+                value="0",
+                why="vLLM's images for ROCm have 1, with which hipIpcGetMemHandle fails; read when HIP starts",
+                overrides=True,
+            ),
+            *NCCL_SWITCHES,
         )
-        both = (*noset, scratch, *NCCL_SWITCHES)
-        return both if role == "learner" else (*both, ENGINE_SPAWNS)
+        return common if role == "learner" else (*common, ENGINE_SPAWNS)
 
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         problems = super().check_env(role, environ)
+        problems += [
+            f"{name} must be '1', got {environ[name]!r} ({_WHY_NOSET}); remove it from `device.env`"
+            for name in _NOSET
+            if role != "driver" and environ.get(name, "1") != "1"
+        ]
         hip = environ.get("HIP_VISIBLE_DEVICES")
         if hip is None and "ROCR_VISIBLE_DEVICES" in environ:
             problems.append(

@@ -86,8 +86,7 @@ def test_collectives_take_host_tensors_too(backend: Backend) -> None:
 
 NOSET_HIP = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
 REASONS: tuple[tuple[str, Role, dict[str, str | None], tuple[str, ...]], ...] = (
-    *(("rocm", role, {NOSET_HIP: value}, (f"{NOSET_HIP} must be '1' before Ray starts", "ray stop"))
-      for role in ROLES for value in (None, "0")),
+    *(("rocm", role, {NOSET_HIP: "0"}, (f"{NOSET_HIP} must be '1', got '0'", "device.env")) for role in ROLES[1:]),
     ("rocm", "learner", {"HIP_VISIBLE_DEVICES": None, "ROCR_VISIBLE_DEVICES": "0,1"}, ("set HIP_VISIBLE_DEVICES=0,1",)),
     ("rocm", "learner", {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, ("disagree",)),
     *(("rocm", role, {"HIP_VISIBLE_DEVICES": None},
@@ -115,6 +114,20 @@ def test_a_setting_that_breaks_a_device_is_one_problem_that_says_why(
     found = {variable: value for variable, value in environ.items() if value is not None}
     (problem,) = backend.check_env(role, found)
     assert all(word in problem for word in words), problem
+
+
+def test_what_an_image_bakes_in_gives_way_to_ours_where_it_breaks_ipc_but_not_to_the_users() -> None:
+    legacy, rocm = "HSA_ENABLE_IPC_MODE_LEGACY", build("rocm")
+    baked = {legacy: "1", NOSET_HIP: "0", "HSA_NO_SCRATCH_RECLAIM": "0"}
+    for role in ROLES[1:]:
+        env = merge_env(rocm.process_env(role), {}, baked)
+        assert (env[legacy], env[NOSET_HIP], env["HSA_NO_SCRATCH_RECLAIM"]) == ("0", "1", "0")
+        env = merge_env(rocm.process_env(role), {legacy: "1", **shown(rocm, role)}, baked)
+        assert env[legacy] == "1" and rocm.check_env(role, env) == []
+
+
+def test_nothing_is_asked_of_the_user_before_ray_starts(backend: Backend) -> None:
+    assert backend.check_env("driver", {}) == [] or backend.name == "cpu"
 
 
 def test_a_rocm_driver_needs_no_visible_device_and_a_process_sees_all_with_its_own_first() -> None:

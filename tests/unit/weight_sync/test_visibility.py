@@ -83,7 +83,7 @@ def test_a_learner_knows_its_device_before_the_driver_is_first_called(monkeypatc
     monkeypatch.setattr(RocmBackend, "unavailable_reason", lambda _: asked.append(os.environ.get(HIP)))
     monkeypatch.setattr(learner_module, "ray", fake_ray(["3"]))
     worker = LearnerActor(config(device={"name": "rocm"}), rank=0, world_size=1)
-    with pytest.raises(DeviceError, match="RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES must be '1'"):
+    with pytest.raises(DeviceError, match="RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES should be '1'"):
         worker.setup(("nowhere", 1))
     for variable in build("rocm").process_env("learner"):
         monkeypatch.setenv(variable.name, variable.value)
