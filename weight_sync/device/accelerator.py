@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from weight_sync.device.collectives import PairGroup
 
 
-class DriverBlock:
+class DriverBlock(PersistentBlock):
     """See `PersistentBlock`. Made by `AcceleratorBackend` only."""
 
     def __init__(
@@ -52,7 +52,7 @@ class DriverBlock:
         imported: bytes | None = None,
         on_refused: Callable[[DriverBlock], None],
     ) -> None:
-        self.nbytes = tensor.numel()
+        super().__init__(tensor)
         self.pointer = pointer
         self.device_index = device_index
         self.imported = imported
@@ -62,19 +62,8 @@ class DriverBlock:
         self._driver = driver
         self._binding = binding
         self._on_refused = on_refused
-        self._tensor: torch.Tensor | None = tensor
         self._to_undo: list[Callable[[], None]] = []
         """What a close has still to do; empty while the block is open."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        if self._tensor is None:
-            raise DeviceError("this persistent block is closed; take views of it only while it is open")
-        return self._tensor
-
-    @property
-    def is_closed(self) -> bool:
-        return self._tensor is None
 
     def close(self) -> None:
         """See `PersistentBlock`. What fails does not keep the rest from being tried, and another call tries it again.
@@ -251,8 +240,7 @@ class AcceleratorBackend(Backend):
             # torch may sit on memory it does not use at the moment.
             self._binding.release_cached()
             pointer = self._malloc_or_explain(rounded, nbytes, index)
-        tensor = self._view(pointer, nbytes, index, give_back=partial(self._driver.free, pointer))
-        return self._block(tensor, pointer, index)
+        return self._block(pointer, nbytes, index)
 
     def _malloc_or_explain(self, rounded: int, nbytes: int, index: int) -> int:
         try:
@@ -264,20 +252,6 @@ class AcceleratorBackend(Backend):
             raise DeviceError(
                 f"{self.name} device {index}: cannot allocate a persistent block of {nbytes} bytes: {free} of {total} "
                 "bytes are free; lower rollout.gpu_memory_utilization or weight_sync.num_slots, or use more devices"
-            ) from error
-
-    def _view(self, pointer: int, nbytes: int, index: int, *, give_back: Callable[[], None]) -> torch.Tensor:
-        """uint8[nbytes] over the driver's memory.
-
-        Raises:
-            DeviceError: torch cannot view it, whatever torch's own error is (no memory is one). It was given back.
-        """
-        try:
-            return self._binding.tensor_at(pointer, nbytes, index)
-        except (DeviceError, RuntimeError) as error:
-            give_back()
-            raise DeviceError(
-                f"{self.name} device {index}: torch cannot view {nbytes} bytes of the driver's memory: {error}"
             ) from error
 
     def ipc_export(self, block: PersistentBlock) -> IpcHandle:
@@ -318,11 +292,24 @@ class AcceleratorBackend(Backend):
                 f"{self.name} device {index} cannot open the block of process {handle.attributes.get('pid', '?')} "
                 f"(its device {handle.device_index}): {error}; {self._ipc_hint}"
             ) from error
-        give_back = partial(self._driver.ipc_close, pointer, handle.payload)
-        tensor = self._view(pointer, handle.nbytes, index, give_back=give_back)
-        return self._block(tensor, pointer, index, imported=handle.payload)
+        return self._block(pointer, handle.nbytes, index, imported=handle.payload)
 
-    def _block(self, tensor: torch.Tensor, pointer: int, index: int, *, imported: bytes | None = None) -> DriverBlock:
+    def _block(self, pointer: int, nbytes: int, index: int, *, imported: bytes | None = None) -> DriverBlock:
+        """The block at `pointer`; `imported` is the handle it was opened from.
+
+        Raises:
+            DeviceError: torch cannot view it, whatever torch's own error is (no memory is one). It was given back.
+        """
+        try:
+            tensor = self._binding.tensor_at(pointer, nbytes, index)
+        except (DeviceError, RuntimeError) as error:
+            if imported is None:
+                self._driver.free(pointer)
+            else:
+                self._driver.ipc_close(pointer, imported)
+            raise DeviceError(
+                f"{self.name} device {index}: torch cannot view {nbytes} bytes of the driver's memory: {error}"
+            ) from error
         return DriverBlock(
             self._driver,
             self._binding,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from weight_sync.errors import DeviceError
 
@@ -55,23 +55,31 @@ class IpcHandle:
     attributes: dict[str, str] = field(default_factory=dict)
 
 
-class PersistentBlock(Protocol):
+class PersistentBlock(ABC):
     """One raw driver allocation, seen as a torch tensor. Never moves, never meets torch's caching allocator."""
 
-    nbytes: int
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.nbytes = tensor.numel()
+        self._tensor: torch.Tensor | None = tensor
 
     @property
     def tensor(self) -> torch.Tensor:
         """uint8[nbytes] on the backend's device, sharing the block's memory."""
-        ...
+        if self._tensor is None:
+            raise DeviceError("this persistent block is closed; take views of it only while it is open")
+        return self._tensor
 
+    @property
+    def is_closed(self) -> bool:
+        return self._tensor is None
+
+    @abstractmethod
     def close(self) -> None:
         """Free (owner) or unmap (importer). Idempotent. Views of `tensor` are invalid afterwards.
 
         Raises:
             DeviceError: the driver refused; the backend tries again before its next block.
         """
-        ...
 
 
 class Backend(ABC):

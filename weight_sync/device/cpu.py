@@ -38,24 +38,13 @@ _PAYLOAD = struct.Struct("<qqQQ")
 _MEMFD_NAME = "tandem-block"
 
 
-class SharedBlock:
+class SharedBlock(PersistentBlock):
     """A mapped memfd. After `close`, views that still live stay readable and keep the pages until they are gone."""
 
     def __init__(self, fd: int, nbytes: int, *, owned: bool) -> None:
-        self.nbytes = nbytes
+        super().__init__(torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8))
         self.owned = owned
         self.fd = fd
-        self._tensor: torch.Tensor | None = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        if self._tensor is None:
-            raise DeviceError("this persistent block is closed; take views of it only while it is open")
-        return self._tensor
-
-    @property
-    def is_closed(self) -> bool:
-        return self._tensor is None
 
     def close(self) -> None:
         if self._tensor is None:

@@ -1,4 +1,8 @@
-"""What the accelerator backends need of a vendor's runtime library, and the two families of libraries that offer it."""
+"""What the accelerator backends need of a vendor's runtime library: one class per family of libraries, equal methods.
+
+Pointers and streams are addresses; stream 0 is the default stream. Devices are those of the calling thread. Every
+method raises DriverCallError if the library refuses.
+"""
 
 from __future__ import annotations
 
@@ -31,66 +35,19 @@ class DriverCallError(DeviceError):
         self.out_of_memory = out_of_memory
 
 
-class Driver(ABC):
-    """The calls that are used, on plain integers. Pointers and streams are addresses; stream 0 is the default stream.
+class _Library(ABC):
+    _OUT_OF_MEMORY: int
 
-    Every method raises DriverCallError if the library refuses.
-    """
-
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, prefix: str = "") -> None:
         self._library = library
-
-    @abstractmethod
-    def device_count(self) -> int: ...
-
-    @abstractmethod
-    def set_device(self, index: int) -> None:
-        """Of the calling thread."""
-
-    @abstractmethod
-    def malloc(self, nbytes: int) -> int: ...
-
-    @abstractmethod
-    def free(self, pointer: int) -> None: ...
-
-    @abstractmethod
-    def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes of the current device."""
-
-    @abstractmethod
-    def ipc_export(self, pointer: int, nbytes: int) -> bytes: ...
-
-    @abstractmethod
-    def ipc_unexport(self, payload: bytes) -> None:
-        """Before the exporter frees the memory."""
-
-    @abstractmethod
-    def ipc_open(self, payload: bytes) -> int: ...
-
-    @abstractmethod
-    def ipc_close(self, pointer: int, payload: bytes) -> None: ...
-
-    @abstractmethod
-    def copy_async(self, dst: int, src: int, nbytes: int, *, kind: CopyKind, stream: int) -> None: ...
-
-    def stream_create(self) -> int:
-        """Only for a torch that can be given a stream (`TorchBinding.new_stream`)."""
-        raise DeviceError(f"{type(self).__name__} makes no streams; torch makes them")
-
-    @abstractmethod
-    def stream_synchronize(self, stream: int) -> None: ...
-
-    @abstractmethod
-    def device_synchronize(self) -> None: ...
+        self._prefix = prefix
 
     @abstractmethod
     def _describe(self, code: int) -> str:
         """The library's words for an error code. Also clears the error where the library keeps it."""
 
-    @abstractmethod
-    def _is_out_of_memory(self, code: int) -> bool: ...
-
     def _call(self, name: str, *arguments: object) -> None:
+        name = self._prefix + name
         function = getattr(self._library, name, None)
         if function is None:
             raise DeviceError(f"{self._library._name} has no {name}; it is too old, or not the library it should be")
@@ -98,7 +55,7 @@ class Driver(ABC):
         code = function(*arguments)
         if code != 0:
             message = f"{name} failed with {code} ({self._describe(code)})"
-            raise DriverCallError(message, code=code, out_of_memory=self._is_out_of_memory(code))
+            raise DriverCallError(message, code=code, out_of_memory=code == self._OUT_OF_MEMORY)
 
 
 class _IpcHandleStruct(ctypes.Structure):
@@ -107,44 +64,38 @@ class _IpcHandleStruct(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * _IPC_HANDLE_BYTES),)
 
 
-class CudaLikeDriver(Driver):
+class CudaLikeDriver(_Library):
     """libcudart, and libamdhip64, which offers the same calls under the prefix `hip`."""
 
     _OUT_OF_MEMORY = 2
     _LAZY_ENABLE_PEER_ACCESS = 1
     _STREAM_NON_BLOCKING = 1
 
-    def __init__(self, library: ctypes.CDLL, prefix: str) -> None:
-        super().__init__(library)
-        self._prefix = prefix
-
-    def _run(self, name: str, *arguments: object) -> None:
-        self._call(self._prefix + name, *arguments)
-
     def device_count(self) -> int:
         count = ctypes.c_int()
-        self._run("GetDeviceCount", ctypes.byref(count))
+        self._call("GetDeviceCount", ctypes.byref(count))
         return count.value
 
     def set_device(self, index: int) -> None:
-        self._run("SetDevice", ctypes.c_int(index))
+        self._call("SetDevice", ctypes.c_int(index))
 
     def malloc(self, nbytes: int) -> int:
         pointer = ctypes.c_void_p()
-        self._run("Malloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+        self._call("Malloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes))
         return _address(pointer)
 
     def free(self, pointer: int) -> None:
-        self._run("Free", ctypes.c_void_p(pointer))
+        self._call("Free", ctypes.c_void_p(pointer))
 
     def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of the current device."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._run("MemGetInfo", ctypes.byref(free), ctypes.byref(total))
+        self._call("MemGetInfo", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
 
     def ipc_export(self, pointer: int, nbytes: int) -> bytes:
         handle = _IpcHandleStruct()
-        self._run("IpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
+        self._call("IpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(pointer))
         return bytes(handle.reserved)
 
     def ipc_unexport(self, payload: bytes) -> None:
@@ -155,14 +106,14 @@ class CudaLikeDriver(Driver):
             raise DeviceError(f"an IPC handle has {_IPC_HANDLE_BYTES} bytes, got {len(payload)}")
         pointer = ctypes.c_void_p()
         handle = _IpcHandleStruct.from_buffer_copy(payload)
-        self._run("IpcOpenMemHandle", ctypes.byref(pointer), handle, ctypes.c_uint(self._LAZY_ENABLE_PEER_ACCESS))
+        self._call("IpcOpenMemHandle", ctypes.byref(pointer), handle, ctypes.c_uint(self._LAZY_ENABLE_PEER_ACCESS))
         return _address(pointer)
 
     def ipc_close(self, pointer: int, payload: bytes) -> None:
-        self._run("IpcCloseMemHandle", ctypes.c_void_p(pointer))
+        self._call("IpcCloseMemHandle", ctypes.c_void_p(pointer))
 
     def copy_async(self, dst: int, src: int, nbytes: int, *, kind: CopyKind, stream: int) -> None:
-        self._run(
+        self._call(
             "MemcpyAsync",
             ctypes.c_void_p(dst),
             ctypes.c_void_p(src),
@@ -173,14 +124,14 @@ class CudaLikeDriver(Driver):
 
     def stream_create(self) -> int:
         stream = ctypes.c_void_p()
-        self._run("StreamCreateWithFlags", ctypes.byref(stream), ctypes.c_uint(self._STREAM_NON_BLOCKING))
+        self._call("StreamCreateWithFlags", ctypes.byref(stream), ctypes.c_uint(self._STREAM_NON_BLOCKING))
         return _address(stream)
 
     def stream_synchronize(self, stream: int) -> None:
-        self._run("StreamSynchronize", ctypes.c_void_p(stream))
+        self._call("StreamSynchronize", ctypes.c_void_p(stream))
 
     def device_synchronize(self) -> None:
-        self._run("DeviceSynchronize")
+        self._call("DeviceSynchronize")
 
     def _describe(self, code: int) -> str:
         # The runtime remembers an error until it is asked for; left there, torch's next kernel check would raise it.
@@ -189,11 +140,8 @@ class CudaLikeDriver(Driver):
         function.restype = ctypes.c_char_p
         return _text(function(ctypes.c_int(code)))
 
-    def _is_out_of_memory(self, code: int) -> bool:
-        return code == self._OUT_OF_MEMORY
 
-
-class AclDriver(Driver):
+class AclDriver(_Library):
     """libascendcl. Never run on hardware: written from the CANN documentation and tested against a fake library."""
 
     _OUT_OF_MEMORY = 207001
@@ -237,6 +185,7 @@ class AclDriver(Driver):
         return key.raw
 
     def ipc_unexport(self, payload: bytes) -> None:
+        """To be called before the exporter frees the memory."""
         self._call("aclrtIpcMemClose", ctypes.c_char_p(payload))
 
     def ipc_open(self, payload: bytes) -> int:
@@ -265,6 +214,9 @@ class AclDriver(Driver):
             ctypes.c_void_p(stream),
         )
 
+    def stream_create(self) -> int:
+        raise DeviceError("torch_npu makes its streams itself")
+
     def stream_synchronize(self, stream: int) -> None:
         self._call("aclrtSynchronizeStream", ctypes.c_void_p(stream))
 
@@ -279,8 +231,8 @@ class AclDriver(Driver):
         function.restype = ctypes.c_char_p
         return _text(function())
 
-    def _is_out_of_memory(self, code: int) -> bool:
-        return code == self._OUT_OF_MEMORY
+
+Driver = CudaLikeDriver | AclDriver
 
 
 def _address(pointer: ctypes.c_void_p) -> int:
