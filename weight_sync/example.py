@@ -61,7 +61,7 @@ class Learner:
             "ws_describe": lambda: publisher.describe(params, shards),
             "ws_open": publisher.open,
             "ws_publish": lambda version, deadline_s: publisher.publish(version, tensors, deadline_s=deadline_s),
-            "ws_digests": publisher.digests,
+            "ws_digests": lambda version, deadline_s: publisher.digests(version, deadline_s=deadline_s),
             "ws_close": publisher.close,
         }
 

@@ -96,8 +96,8 @@ class LocalPublisher:
         tensors = local_tensors(self.full, rank=self.rank, num_ranks=self.num_ranks)
         return self.publisher.publish(version, tensors, deadline_s=deadline_s)
 
-    def ws_digests(self, version: int) -> bytes:
-        return self.publisher.digests(version)
+    def ws_digests(self, version: int, deadline_s: float) -> bytes:
+        return self.publisher.digests(version, deadline_s=deadline_s)
 
     def ws_close(self) -> None:
         self.publisher.close()

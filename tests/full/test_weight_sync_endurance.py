@@ -14,6 +14,7 @@ import torch
 from tests.fakes.processes import Child
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
 from tests.fakes.weight_job import opened_job
+from weight_sync.channel import make_run_keys
 from weight_sync.control.coordinator import SyncCoordinator
 from weight_sync.control.epoch import SyncOptions
 from weight_sync.device.cpu import CpuBackend
@@ -134,7 +135,7 @@ class LargeRank:
 
     def open(self, manifest: bytes) -> None:
         opening = OpenPublisher(
-            run_id="run", secret=b"s" * 32, epoch=1, manifest=manifest, transport="shm", num_slots=2, verify=True,
+            keys=make_run_keys("run"), epoch=1, manifest=manifest, transport="shm", num_slots=2, verify=True,
             host="127.0.0.1",
         )  # fmt: skip
         self._publisher.open(encode(opening))
@@ -144,7 +145,7 @@ class LargeRank:
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
         report = decode(self._publisher.publish(version, self._shards, deadline_s=30.0), PackReport)
-        self._publisher.digests(version)  # sealed, that is
+        self._publisher.digests(version, deadline_s=30.0)  # sealed, that is
         assert report.version == version
         return _status("VmHWM") - before
 

@@ -219,8 +219,8 @@ class LearnerActor:
         parts.published.refresh()
         return parts.publisher.publish(version, parts.published.tensors, deadline_s=deadline_s)
 
-    def ws_digests(self, version: int) -> bytes:
-        return self._parts.publisher.digests(version)
+    def ws_digests(self, version: int, deadline_s: float) -> bytes:
+        return self._parts.publisher.digests(version, deadline_s=deadline_s)
 
     def ws_close(self) -> None:
         if self._ready is not None:

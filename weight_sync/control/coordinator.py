@@ -39,7 +39,7 @@ async def compare_with_learners(
         DigestMismatch: names replica, worker and parameters that differ.
         WeightSyncError: a worker holds another version.
     """
-    answers = await opener.on_publishers("ws_digests", version, timeout_s=timeout_s)
+    answers = await opener.on_publishers("ws_digests", version, timeout_s, timeout_s=timeout_s + ANSWER_S)
     packed = {d.rank: d.by_worker for d in (decode(answer, PublishedDigests) for answer in answers)}
     for member in members:
         replies = await member.handle.call("ws_digests", timeout_s=timeout_s)

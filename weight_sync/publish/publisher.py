@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from weight_sync.channel import ControlServer
-from weight_sync.errors import PlanMismatch, PullTimeout, VersionUnavailable, WeightSyncError
+from weight_sync.errors import LeaseExpired, PlanMismatch, PullTimeout, VersionUnavailable, WeightSyncError
 from weight_sync.messages import (
     Dropped,
     DropRequest,
@@ -319,19 +319,28 @@ class WeightPublisher:
         epoch.sealer.start(version, slot)
         return encode(report)
 
-    def digests(self, version: int) -> bytes:
-        """`PublishedDigests` of a held version, computed now from the packed bytes.
+    def digests(self, version: int, *, deadline_s: float) -> bytes:
+        """`PublishedDigests` of a held version, computed now from the packed bytes. Holds its slot for at most
+        `deadline_s`.
 
         Raises:
             VersionUnavailable: the version is not held any more.
+            PullTimeout: it was not sealed within `deadline_s`.
+            LeaseExpired: it took longer than `deadline_s`, and the slot was packed again meanwhile.
         """
-        epoch = self._opened()
-        epoch.sealer.wait(MAX_LEASE_S)
-        lease = epoch.arena.lease(version, holder=f"learner {self._rank} self-test", ttl_s=MAX_LEASE_S)
+        epoch, started = self._opened(), self._clock()
+        epoch.sealer.wait(deadline_s)
+        left_s = max(0.0, started + deadline_s - self._clock())
+        lease = epoch.arena.lease(version, holder=f"learner {self._rank} self-test", ttl_s=left_s)
         try:
             digests = epoch.sealer.digests_of(lease.slot)
         finally:
-            epoch.arena.release(lease.lease_id, slot=lease.slot, generation=lease.generation)
+            is_intact = epoch.arena.release(lease.lease_id, slot=lease.slot, generation=lease.generation)
+        if not is_intact:
+            raise LeaseExpired(
+                f"learner rank {self._rank} took longer than {deadline_s:.1f} s to digest version {version}, and its "
+                "slot was packed again meanwhile; raise weight_sync.timeout_s"
+            )
         by_worker = {w: tuple(digests[i] for i in indices) for w, indices in epoch.segments.of_worker.items()}
         return encode(PublishedDigests(rank=self._rank, version=version, by_worker=by_worker))
 

@@ -473,7 +473,7 @@ def publisher() -> Iterator[LocalPublisher]:
     )  # fmt: skip
     publisher.address = decode(publisher.ws_open(encode(opening)), PublisherInfo).address
     publisher.ws_publish(1, 5.0)
-    publisher.ws_digests(1)  # sealed, that is
+    publisher.ws_digests(1, 5.0)  # sealed, that is
     yield publisher
     publisher.ws_close()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from tests.fakes.sync_world import DTYPE, PARAMS, FusedModel, LocalPublisher, full_weights, local_tensors
 from weight_sync.channel import make_run_keys
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.errors import PlanMismatch, PullTimeout, WeightSyncError
+from weight_sync.errors import LeaseExpired, PlanMismatch, PullTimeout, WeightSyncError
 from weight_sync.messages import (
     OpenPublisher,
     PackReport,
@@ -64,7 +65,7 @@ def test_digests_are_those_of_the_bytes_each_worker_pulls(rank: LocalPublisher) 
     rank.ws_open(opening(manifest))
     slot = decode(rank.ws_publish(1, 5.0), PackReport).slot
     arena, digest = rank.publisher._epoch.end.slot(slot), CpuBackend().digest
-    found = decode(rank.ws_digests(1), PublishedDigests).by_worker
+    found = decode(rank.ws_digests(1, 5.0), PublishedDigests).by_worker
     for plan in manifest.pull:
         runs = [run for run in plan.runs if run.src_rank == 1]
         assert list(found[plan.worker]) == [digest(arena[r.src_off : r.src_off + r.nbytes].clone()) for r in runs]
@@ -79,10 +80,46 @@ def test_range_that_two_workers_pull_is_digested_once() -> None:
 def test_publishing_a_held_version_again_changes_nothing(rank: LocalPublisher) -> None:
     rank.ws_open(opening(manifest_of(3, 1)))
     first = rank.ws_publish(1, 5.0)
-    before = decode(rank.ws_digests(1), PublishedDigests)
+    before = decode(rank.ws_digests(1, 5.0), PublishedDigests)
     rank.full = full_weights(9)
     assert decode(rank.ws_publish(1, 5.0), PackReport) == decode(first, PackReport)
-    assert decode(rank.ws_digests(1), PublishedDigests) == before
+    assert decode(rank.ws_digests(1, 5.0), PublishedDigests) == before
+
+
+def test_a_self_test_that_hangs_holds_its_slot_no_longer_than_it_may(
+    rank: LocalPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    rank.publisher = WeightPublisher(CpuBackend(), rank=1, clock=lambda: now)
+    rank.ws_open(opening(manifest_of(3, 1), num_slots=1))
+    rank.ws_publish(1, 5.0)
+    sealer = rank.publisher._epoch.sealer
+    sealer.wait(5.0)
+    digests_of = sealer.digests_of
+
+    def hang(slot: int) -> tuple[int, ...]:
+        nonlocal now
+        now += 7.0
+        monkeypatch.undo()
+        rank.full = full_weights(2)
+        rank.ws_publish(2, 0.0)
+        return digests_of(slot)
+
+    monkeypatch.setattr(sealer, "digests_of", hang)
+    with pytest.raises(LeaseExpired, match=r"took longer than 6\.0 s to digest version 1"):
+        rank.ws_digests(1, 6.0)
+
+
+def test_a_self_test_waits_for_a_seal_no_longer_than_it_may(
+    rank: LocalPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.ws_open(opening(manifest_of(3, 1)))
+    may_seal = threading.Event()
+    monkeypatch.setattr(rank.publisher._epoch.sealer, "digests_of", lambda _: may_seal.wait(20) and ())
+    rank.ws_publish(1, 5.0)
+    with pytest.raises(PullTimeout, match=r"still sealing version 1 after 0\.1 s"):
+        rank.ws_digests(1, 0.1)
+    may_seal.set()
 
 
 def test_wrong_shape_is_refused_and_the_slot_stays_usable(rank: LocalPublisher) -> None:
