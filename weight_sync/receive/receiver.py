@@ -116,8 +116,7 @@ class Prefetch:
 
     def _run(self) -> None:
         try:
-            if self._host.device.index is not None:
-                self._host.backend.set_device(self._host.device.index)
+            self._host.choose_device()
             if self._epoch.landing.is_staged:
                 pulled = self._epoch.pull(self.version, give_up=self._give_up)
             else:

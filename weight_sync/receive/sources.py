@@ -8,8 +8,10 @@ give the leases back and ask whether the slots still are what was leased. Only t
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import Counter
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -61,6 +63,8 @@ SILENCE_S = 10.0
 """Publishers answer from a thread of their own, at once; one that is silent for this long is lost."""
 LAST_WORD_S = 0.2
 """For a question at the end of a deadline, or after a failure."""
+REACHED_AT_ONCE = 16
+"""Sources that are connected and probed at a time when an epoch opens."""
 PENDING_S = 0.001
 """Between two looks at a version that is being sealed, which takes milliseconds."""
 
@@ -237,6 +241,11 @@ class Host:
     device: torch.device
     clock: Callable[[], float]
 
+    def choose_device(self) -> None:
+        """In every thread of ours: drivers, and torch, keep a current device per thread."""
+        if self.device.index is not None:
+            self.backend.set_device(self.device.index)
+
 
 def open_epoch(request: OpenReceiver, host: Host, *, reloads: Reloads | None = None) -> ReceiverEpoch:
     """Re-hash the manifest and prepare every copy.
@@ -317,29 +326,59 @@ class ReceiverEpoch:
 
     def reach_all(self, *, deadline_s: float) -> None:
         """Ping every source, and read the pattern it shows before its first version, by the best way that works.
+        Several at once: a new connection takes up to a second, and there may be many sources.
 
         Raises:
             TransportUnusable: there is no such way.
             PublisherLost: no answer.
             PullTimeout: the patterns did not arrive within `deadline_s`.
         """
-        give_up = self._host.clock() + deadline_s
+        has_failed = threading.Event()
+
+        def check() -> None:
+            if has_failed.is_set():
+                raise PullTimeout(f"{self._holder} could not reach another learner")
+
+        give_up = Deadline(self._host.clock() + deadline_s, check)
         node, own = node_id(), self._request.host
         host = reachable_host() if own is None else own
-        # Before the patterns, which may take all the time: a learner that has none left to answer in is not lost.
-        for source in self._sources.values():
-            left_s = give_up - self._host.clock()
+
+        def ping(source: Source) -> None:
+            left_s = give_up.at - self._host.clock()
             source.client.ping(deadline_s=min(SILENCE_S, max(left_s, LAST_WORD_S)))
-        for rank, source in self._sources.items():
-            self._reaches[rank] = Reach(
+
+        def reach(source: Source) -> None:
+            self._reaches[source.info.rank] = Reach(
                 self._host.backend,
-                rank,
+                source.info.rank,
                 source.info.arenas,
                 line=source.client,
                 same_node=source.info.node == node,
                 host=host,
                 probe=partial(self._probe, source, give_up),
             )
+
+        # All pings before the patterns, which may take all the time: a learner that has none left to answer in is not
+        # lost.
+        for step in (ping, reach):
+            self._at_every_source(step, on_failed=has_failed.set)
+        self._reaches = {rank: self._reaches[rank] for rank in self._sources}
+
+    def _at_every_source(self, step: Callable[[Source], None], *, on_failed: Callable[[], None]) -> None:
+        """Runs `step` at up to `REACHED_AT_ONCE` sources at a time. Once one has failed, calls `on_failed`, starts no
+        more, waits for those under way, and raises the failure; of several, that of the first source."""
+        with ThreadPoolExecutor(
+            REACHED_AT_ONCE, thread_name_prefix="weight-sync-reach", initializer=self._host.choose_device
+        ) as pool:
+            steps = [pool.submit(step, source) for source in self._sources.values()]
+            done, pending = wait(steps, return_when=FIRST_EXCEPTION)
+            failures = [failure for one in steps if one in done and (failure := one.exception()) is not None]
+            if failures:
+                on_failed()
+                for one in pending:
+                    one.cancel()
+        if failures:
+            raise failures[0]
 
     def link(self, request: LinkRequest) -> bool:
         """Read the sources in another order, some of them from another replica. Whether that replica can be read.
@@ -456,12 +495,13 @@ class ReceiverEpoch:
             sources[rank] = Source(infos[rank], client, self.landing.pieces[rank], runs)
         return sources
 
-    def _probe(self, source: Source, give_up: float, end: ReceiverEnd) -> None:
+    def _probe(self, source: Source, give_up: Deadline, end: ReceiverEnd) -> None:
         info = source.info
         landing = torch.empty(info.probe_bytes, dtype=torch.uint8, device=self._host.device)
 
         def check() -> None:
-            if self._host.clock() >= give_up:
+            give_up.check()
+            if self._host.clock() >= give_up.at:
                 raise PullTimeout(
                     f"{self._holder} did not get its probe pattern of {info.probe_bytes} bytes in time; raise "
                     "weight_sync.timeout_s, or look why this worker or the way to that learner is slow"

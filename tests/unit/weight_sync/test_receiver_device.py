@@ -37,7 +37,7 @@ class RecordingBackend(CpuBackend):
         return DEVICE
 
     def note(self, call: str) -> None:
-        thread = threading.current_thread().name.rstrip("0123456789-")
+        thread = threading.current_thread().name.rstrip("0123456789-_")
         self.seen[thread].add((call, self._chosen, getattr(self._of_thread, "index", 0)))
 
 
@@ -88,8 +88,9 @@ async def test_threads_of_a_receiver_work_on_the_device_of_its_worker() -> None:
         for thread, calls in backend.seen.items():
             wrong = {call for call, chosen, _ in calls if chosen != DEVICE.index}
             assert not wrong, f"{thread} made {sorted(wrong)} on device 0"
-        pulling = backend.seen["weight-sync-prefetch"]
-        assert pulling, "nothing was pulled beside the engine"
-        assert {torch_index for *_, torch_index in pulling} == {DEVICE.index}, "torch of the pulling thread is on 0"
+        for thread in ("weight-sync-reach", "weight-sync-prefetch"):
+            calls = backend.seen[thread]
+            assert calls, f"{thread} did nothing"
+            assert {torch_index for *_, torch_index in calls} == {DEVICE.index}, f"torch of {thread} is on 0"
     by_request = set().union(*(backend.seen["weight-sync-requests"] for backend in backends))
     assert {call for call, *_ in by_request} >= {"ipc_open", "new_stream"}, "no replica was linked to another"
