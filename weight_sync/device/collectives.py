@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -159,13 +160,13 @@ class CollectiveTransfer:
 
     def wait(self, timeout_s: float) -> None:
         pause_s, longest_s = POLL_S
-        give_up = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         try:
             for work in self._works:
                 while not work.is_completed():
                     if self._group.is_aborted:
                         break
-                    if time.monotonic() > give_up:
+                    if time.monotonic() > deadline:
                         raise LinkBroken(f"{self._group.name}: no progress within {timeout_s:.1f} s")
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, longest_s)
@@ -203,19 +204,21 @@ class CollectiveGroup:
         except RuntimeError as error:
             raise LinkBroken(f"{name}: {_first_line(error)}") from error
 
-    def greet(self, token: torch.Tensor, *, rank: int, timeout_s: float) -> None:
+    def handshake(self, timeout_s: float) -> CollectiveGroup:
         """Exchange one small message, which makes the library connect. Until then no real tensor is involved, so a peer
         that never joins holds nobody's memory.
 
         Raises:
             LinkBroken: the peer did not answer within `timeout_s`.
         """
+        token = torch.zeros(16, dtype=torch.uint8, device=self._device)
         try:
-            (self.send if rank == 0 else self.receive)([token]).wait(timeout_s)
+            (self.receive if self._peer == 0 else self.send)([token]).wait(timeout_s)
         except BaseException:
             with contextlib.suppress(LinkBroken):
                 self.abort()
             raise
+        return self
 
     def send(self, tensors: Sequence[torch.Tensor]) -> CollectiveTransfer:
         return self._start(self._group.send, tensors)
@@ -280,6 +283,15 @@ def _switched(switches: Sequence[EnvVar]) -> Iterator[None]:
             yield
 
 
+def _build(make: Any, switches: Sequence[EnvVar], store: Store, *, rank: int, timeout_s: float) -> Any:
+    options = make.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    # Rank 1 waits in this store for what rank 0 puts there.
+    store.set_timeout(timedelta(seconds=timeout_s))
+    with _switched(switches):
+        return make(store, rank, 2, options)
+
+
 def nccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.device) -> CollectiveGroup:
     """NCCL, and RCCL under the same name.
 
@@ -297,17 +309,9 @@ def nccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
     if make is None:
         raise DeviceError(f"torch {torch.__version__} was built without NCCL; use ipc, shm or gloo")
 
-    def build() -> Any:
-        options = make.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        # Rank 1 waits in this store for what rank 0 puts there.
-        store.set_timeout(timedelta(seconds=timeout_s))
-        with _switched(NCCL_SWITCHES):
-            return make(store, rank, 2, options)
-
+    build = partial(_build, make, NCCL_SWITCHES, store, rank=rank, timeout_s=timeout_s)
     group = CollectiveGroup(build, lambda built: built.abort(), name="nccl", rank=rank, grouped=True, device=device)
-    group.greet(torch.zeros(16, dtype=torch.uint8, device=device), rank=rank, timeout_s=timeout_s)
-    return group
+    return group.handshake(timeout_s)
 
 
 def hccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.device) -> CollectiveGroup:
@@ -323,21 +327,12 @@ def hccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
         from torch_npu._C._distributed_c10d import ProcessGroupHCCL  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError) as error:
         raise DeviceError(f"torch_npu cannot be imported ({error}); install it, or use ipc, shm or gloo") from error
-    make: Any = ProcessGroupHCCL
-
-    def build() -> Any:
-        options = make.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        store.set_timeout(timedelta(seconds=timeout_s))
-        with _switched(HCCL_SWITCHES):
-            return make(store, rank, 2, options)
 
     def stop(built: Any) -> None:
         built.abort_hccl_comm("the peer of a weight transfer is gone")
 
-    group = CollectiveGroup(build, stop, name="hccl", rank=rank, grouped=False, device=device)
-    group.greet(torch.zeros(16, dtype=torch.uint8, device=device), rank=rank, timeout_s=timeout_s)
-    return group
+    build = partial(_build, ProcessGroupHCCL, HCCL_SWITCHES, store, rank=rank, timeout_s=timeout_s)
+    return CollectiveGroup(build, stop, name="hccl", rank=rank, grouped=False, device=device).handshake(timeout_s)
 
 
 def _first_line(error: BaseException) -> str:
