@@ -39,7 +39,7 @@ from weight_sync.receive.staging import shadow_plan
 from weight_sync.transports.base import arena_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from weight_sync.control.members import Member, PublisherHandle, ReplicaHandle
 
@@ -164,30 +164,7 @@ class EpochOpener:
         Raises:
             WeightSyncError, TimeoutError: a worker did not take its links.
         """
-        infos = {member.name: member.workers for member in members}
-        parties = [
-            Party(name=f"{name}/{info.worker}", worker=info.worker, node=info.node, relays=info.relay is not None)
-            for name, workers in infos.items()
-            for info in workers
-        ]
-        handles = {f"{name}/{info.worker}": info.relay for name, workers in infos.items() for info in workers}
-        nodes = {info.rank: info.node for info in agreement.publishers}
-        sources = {plan.worker: sorted({run.src_rank for run in plan.runs}) for plan in agreement.manifest.pull}
-        routes = plan_routes(nodes, parties, sources, relay=self._options.relay)
-        readable = {via for route in routes.values() for via in route.values() if via is not None}
-        if readable:
-            log.info("replicas hand versions on: %d of %d workers are read by others", len(readable), len(parties))
-
-        async def tell(member: Member, index: int) -> None:
-            name = f"{member.name}/{member.workers[index].worker}"
-            via = {rank: from_whom for rank, from_whom in routes[name].items() if from_whom is not None}
-            predecessor = handles[next(iter(via.values()))] if via else None
-            request = LinkRequest(
-                order=tuple(routes[name]), relayed=tuple(via), predecessor=predecessor, is_read=name in readable
-            )
-            await member.ask(index, request, Linked, deadline_s=self.left(give_up))
-
-        await gather_all(tell(member, index) for member in members for index in range(len(member.workers)))
+        await self._link(agreement, members, give_up, relay=self._options.relay)
 
     async def part(self, agreement: Agreement, members: Sequence[Member], within_s: float) -> None:
         """Let each of `members` read from the learners alone: it unmaps the memory of whom it was linked to.
@@ -195,8 +172,21 @@ class EpochOpener:
         Raises:
             WeightSyncError, TimeoutError: a worker did not answer; the others were told all the same.
         """
-        give_up = self._clock() + within_s
-        await gather_all(self.link(agreement, [member], give_up) for member in members)
+        await self._link(agreement, members, self._clock() + within_s, relay="off")
+
+    async def _link(self, agreement: Agreement, members: Sequence[Member], give_up: float, *, relay: RelayMode) -> None:
+        workers = {member.name: member.workers for member in members}
+        # Thousands of workers take a while; the loop has other things to do.
+        requests = await asyncio.to_thread(_link_requests, agreement, workers, relay)
+        num_readable = sum(request.is_read for told in requests.values() for request in told)
+        if num_readable:
+            num_workers = sum(map(len, workers.values()))
+            log.info("replicas hand versions on: %d of %d workers are read by others", num_readable, num_workers)
+
+        async def tell(member: Member, index: int, request: LinkRequest) -> None:
+            await member.ask(index, request, Linked, deadline_s=self.left(give_up))
+
+        await gather_all(tell(m, index, request) for m in members for index, request in enumerate(requests[m.name]))
 
     def hang_up(self) -> None:
         """Close the lines to all workers. Idempotent."""
@@ -259,6 +249,37 @@ class EpochOpener:
         left_s = self.left(give_up)
         calls = (member.handle.call(method, request(member.name), timeout_s=left_s) for member in members)
         return {member.name: reply for member, reply in zip(members, await gather_all(calls), strict=True)}
+
+
+def _link_requests(
+    agreement: Agreement, members: Mapping[str, Sequence[ReceiverInfo]], relay: RelayMode
+) -> dict[str, list[LinkRequest]]:
+    """What each worker of each member is told, in their order."""
+    parties = {
+        name: [
+            Party(name=f"{name}/{info.worker}", worker=info.worker, node=info.node, relays=info.relay is not None)
+            for info in workers
+        ]
+        for name, workers in members.items()
+    }
+    handles = {f"{name}/{info.worker}": info.relay for name, workers in members.items() for info in workers}
+    nodes = {info.rank: info.node for info in agreement.publishers}
+    sources = {plan.worker: sorted({run.src_rank for run in plan.runs}) for plan in agreement.manifest.pull}
+    routes = plan_routes(nodes, [party for team in parties.values() for party in team], sources, relay=relay)
+    # A receiver has one predecessor, whatever the source.
+    predecessors = {name: next(filter(None, route.values()), None) for name, route in routes.items()}
+    read = set(predecessors.values())
+
+    def request(name: str) -> LinkRequest:
+        predecessor, route = predecessors[name], routes[name]
+        return LinkRequest(
+            order=tuple(route),
+            relayed=tuple(rank for rank, via in route.items() if via is not None),
+            predecessor=None if predecessor is None else handles[predecessor],
+            is_read=name in read,
+        )
+
+    return {name: [request(party.name) for party in team] for name, team in parties.items()}
 
 
 def _check_and_log(info: ReceiverInfo, replica: str, manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.control import members
+from weight_sync.control import epoch, members
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.control.epoch import _memory_lines, _size
 from weight_sync.errors import (
@@ -23,6 +23,7 @@ from weight_sync.errors import (
     VersionUnavailable,
     WeightSyncError,
 )
+from weight_sync.plan.routes import plan_routes
 from weight_sync.plan.types import Manifest, PackPlan, PullPlan, Run
 from weight_sync.transports import mapped
 
@@ -88,18 +89,40 @@ async def test_an_engine_too_busy_for_a_call_is_given_all_the_time_there_is(monk
 
     monkeypatch.setattr(replica, "call", call)
     async with opened(1, [replica], commit="staged", timeout_s=20.0) as world:
-        epoch = replica.receivers[0]._epoch
-        assert epoch is not None
-        pull = epoch.pull
+        opened_epoch = replica.receivers[0]._epoch
+        assert opened_epoch is not None
+        pull = opened_epoch.pull
 
         def slowly(*args: Any, **options: Any) -> Any:
             time.sleep(0.5)
             return pull(*args, **options)
 
-        monkeypatch.setattr(epoch, "pull", slowly)
+        monkeypatch.setattr(opened_epoch, "pull", slowly)
         await world.step(1)
         replica.assert_holds(world.full)
         assert asked and min(asked) > 10.0, "longer than the attempt"
+
+
+async def test_the_loop_goes_on_while_routes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of workers take a while. To open, to lease and to close all plan routes, and once for all members."""
+    loop, went_on = asyncio.get_running_loop(), list[bool]()
+
+    def plan(*args: Any, **options: Any) -> Any:
+        ticked = threading.Event()
+        loop.call_soon_threadsafe(ticked.set)
+        went_on.append(ticked.wait(2))
+        return plan_routes(*args, **options)
+
+    monkeypatch.setattr(epoch, "plan_routes", plan)
+    async with opened(1, [LocalReplica(f"r{i}") for i in range(3)]) as world:
+        await world.step(1)
+        assert went_on == [True]
+        async with world.coordinator.lease("r0"):
+            await world.step(2)
+        assert len(went_on) > 1
+        num_before_close = len(went_on)
+    assert len(went_on) == num_before_close + 1
+    assert all(went_on)
 
 
 async def test_a_worker_that_fails_ends_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
