@@ -319,7 +319,7 @@ class WeightPublisher:
         epoch.sealer.start(version, slot)
         return encode(report)
 
-    def digests(self, version: int, *, deadline_s: float) -> bytes:
+    def digests(self, version: int, deadline_s: float) -> bytes:
         """`PublishedDigests` of a held version, computed now from the packed bytes. Holds its slot for at most
         `deadline_s`.
 
