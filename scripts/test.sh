@@ -26,7 +26,7 @@ back_folders=(tests/unit --ignore=tests/unit/weight_sync tests/golden)
 # an engine inside of the process changes.
 process_folders=()
 for stage in e2e integration; do if is_chosen $stage; then process_folders+=("tests/$stage"); fi; done
-full_folders=(tests/full tests/integration tests/simulation) # where tests are marked `full`
+full_folders=(tests/full tests/integration tests/simulation tests/golden) # where tests are marked `full`
 
 scratch=$(mktemp -d) || exit 1
 export TANDEM_TEST_CACHE=$scratch/cache # the tiny model is made once for all
