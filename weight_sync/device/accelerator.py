@@ -121,7 +121,7 @@ _GRANULE = 2 * 1024 * 1024
 
 
 class AcceleratorStream:
-    """A stream beside torch's current ones. When nobody holds it any more, torch's object goes to the end of `idle`.
+    """A stream beside torch's current ones. Once it is unreferenced, torch's object goes to the end of `idle`.
 
     It is never destroyed: torch remembers on which streams its pinned memory was copied, and asks the driver about them
     when it frees that memory, which may be long after (with a stream that is gone, the process ends there).
@@ -151,7 +151,7 @@ class AcceleratorBackend(Backend):
         self._library_path = library
         self._pinned_index: int | None = None
         self._idle_streams: defaultdict[int, deque[Any]] = defaultdict(deque)
-        """By device: torch's objects of streams that nobody holds."""
+        """By device: torch's objects of streams that are not in use."""
         self._refused: deque[DriverBlock] = deque()
         """Closed, but the driver did not take them back: another process mapped them still, say."""
         self._fused: dict[torch.device, FusedKernels | str] = {}
@@ -233,18 +233,14 @@ class AcceleratorBackend(Backend):
         index = self._enter()
         rounded = -(-nbytes // _GRANULE) * _GRANULE
         try:
-            pointer = self._driver.malloc(rounded)
-        except DriverCallError as error:
-            if not error.out_of_memory:
-                raise
-            # torch may sit on memory it does not use at the moment.
-            self._binding.release_cached()
-            pointer = self._malloc_or_explain(rounded, nbytes, index)
-        return self._block(pointer, nbytes, index)
-
-    def _malloc_or_explain(self, rounded: int, nbytes: int, index: int) -> int:
-        try:
-            return self._driver.malloc(rounded)
+            try:
+                pointer = self._driver.malloc(rounded)
+            except DriverCallError as error:
+                if not error.out_of_memory:
+                    raise
+                # torch may sit on memory it does not use at the moment.
+                self._binding.release_cached()
+                pointer = self._driver.malloc(rounded)
         except DriverCallError as error:
             if not error.out_of_memory:
                 raise
@@ -253,6 +249,7 @@ class AcceleratorBackend(Backend):
                 f"{self.name} device {index}: cannot allocate a persistent block of {nbytes} bytes: {free} of {total} "
                 "bytes are free; lower rollout.gpu_memory_utilization or weight_sync.num_slots, or use more devices"
             ) from error
+        return self._block(pointer, nbytes, index)
 
     def ipc_export(self, block: PersistentBlock) -> IpcHandle:
         if isinstance(block, torch.Tensor):
@@ -321,7 +318,7 @@ class AcceleratorBackend(Backend):
         )
 
     def _close_refused(self) -> None:
-        """Whoever closed them has dropped them, so nobody else would try again."""
+        """Try again: the callers that closed them hold them no longer."""
         for _ in range(len(self._refused)):
             with suppress(DeviceError, RuntimeError, IndexError):  # those that are refused again are there again
                 self._refused.popleft().close()

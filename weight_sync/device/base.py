@@ -1,7 +1,7 @@
 """The device layer's contract: everything the rest of Tandem may ask of an accelerator.
 
-One `Backend` per kind of device. Nobody outside this package knows a vendor's words: callers hold a `Backend` and ask
-for a capability. Importing this module touches no driver and no environment; `Backend` objects are cheap to build.
+One `Backend` per kind of device. Vendor names stay inside this package: callers hold a `Backend` and ask for a
+capability. Importing this module touches no driver and no environment; `Backend` objects are cheap to build.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class IpcHandle:
 
 
 class PersistentBlock(ABC):
-    """One raw driver allocation, seen as a torch tensor. Never moves, never meets torch's caching allocator."""
+    """One raw driver allocation, seen as a torch tensor. Never moves; torch's caching allocator does not own it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.numel()
@@ -163,7 +163,7 @@ class Backend(ABC):
 
     @abstractmethod
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
-        """Copy contiguous bytes of equal size, on `stream` where there are streams (else at once)."""
+        """Copy contiguous bytes of equal size, on `stream` where there are streams (else immediately)."""
 
     @abstractmethod
     def new_stream(self) -> Any | None:
@@ -238,7 +238,7 @@ class Backend(ABC):
         return ""
 
     def device_name(self) -> str:
-        """What the vendor calls the current device ("NVIDIA H200"); empty where nobody is asked."""
+        """What the vendor calls the current device ("NVIDIA H200"); empty if there is no vendor to ask."""
         return ""
 
     def release_cached(self) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 POLL_S = (0.00005, 0.002)
 """First and longest pause between two looks at a device transfer."""
 ABORT_S = 10.0
-"""A driver that has not let go of its kernels after this long will not."""
+"""A driver that has not released its kernels after this long never will."""
 _ABORT_TAG = 2**30
 _WHY = "the default; in the environment from the start, because it cannot be added safely once other threads run"
 NCCL_SWITCHES = (EnvVar(name="TORCH_NCCL_BLOCKING_WAIT", value="0", why=_WHY),)
@@ -73,12 +73,12 @@ class PairGroup(Protocol):
         ...
 
     def abort(self) -> None:
-        """End the group at once, from any thread; idempotent. Waiting transfers then fail.
+        """End the group immediately, from any thread; idempotent. Waiting transfers then fail.
 
         Once this has returned, nothing is written into tensors that were to be received.
 
         Raises:
-            LinkBroken: the driver does not let go of them.
+            LinkBroken: the driver does not release them.
         """
         ...
 
@@ -173,7 +173,7 @@ class CollectiveTransfer:
                 # Aborting ends the kernels, so an aborted transfer looks complete.
                 if self._group.is_aborted:
                     raise LinkBroken(f"{self._group.name}: the group was aborted")
-                work.wait()  # complete, so this returns at once, or raises what went wrong
+                work.wait()  # complete, so this returns immediately, or raises what went wrong
         except RuntimeError as error:
             raise LinkBroken(f"{self._group.name}: {_first_line(error)}") from error
 
@@ -206,7 +206,7 @@ class CollectiveGroup:
 
     def handshake(self, timeout_s: float) -> CollectiveGroup:
         """Exchange one small message, which makes the library connect. Until then no real tensor is involved, so a peer
-        that never joins holds nobody's memory.
+        that never joins holds no memory.
 
         Raises:
             LinkBroken: the peer did not answer within `timeout_s`.

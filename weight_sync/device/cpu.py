@@ -50,7 +50,7 @@ class SharedBlock(PersistentBlock):
         if self._tensor is None:
             return
         # A view may still point into the mapping, and unmapping it under the view would crash the process on the next
-        # access. Every tensor holds a reference to the mapping (though no buffer of it), so it goes with the last.
+        # access. Every tensor holds a reference to the mapping (though no buffer of it), so the last one unmaps it.
         self._tensor = None
         os.close(self.fd)
 
@@ -120,7 +120,7 @@ class CpuBackend(Backend):
         try:
             # Take the pages now: a sparse file would fail later, with SIGBUS at some write.
             os.posix_fallocate(fd, 0, nbytes)
-            # No one may cut the file under another process's mapping.
+            # The file must not shrink under another process's mapping.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             return SharedBlock(fd, nbytes, owned=True)
         except OSError as error:

@@ -44,7 +44,7 @@ class _Library(ABC):
 
     @abstractmethod
     def _describe(self, code: int) -> str:
-        """The library's words for an error code. Also clears the error where the library keeps it."""
+        """The library's description of an error code. Also clears the error where the library keeps it."""
 
     def _call(self, name: str, *arguments: object) -> None:
         name = self._prefix + name

@@ -23,9 +23,9 @@ RELEVANT = (
 SECRET = re.compile(
     r"AUTH|CONFIG$|CREDENTIAL|HEADERS|JSON|KEY|PASSW|PASSPHRASE|PWD|RUNTIME_ENV|SECRET|TOKEN(?!_THRESHOLD|S_PER)"
 )
-"""Parts of names whose values nobody is to show."""
+"""Parts of names whose values must not be shown."""
 CARRIES_SECRET = re.compile(r"://[^/\s]*@|^\s*[{\[]")
-"""Values that nobody is to show: addresses with a user in them, and JSON, which may hold anything."""
+"""Values that must not be shown: addresses with a user in them, and JSON, which may hold anything."""
 HIDDEN = "(not shown)"
 
 

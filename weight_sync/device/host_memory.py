@@ -27,7 +27,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     """(free, total) bytes: what the kernel calls available, capped by the limits of this process's control groups.
 
     A limit binds all groups below it, so each one from the process's own group up to the root counts. A group that
-    cannot be read, as one outside a container, is passed over.
+    cannot be read, as one outside a container, is skipped.
     """
     info = _table((root / "proc/meminfo").read_text().splitlines(), scale=1024)
     free, physical = info["MemAvailable"], info["MemTotal"]

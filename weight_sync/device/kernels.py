@@ -1,7 +1,7 @@
 """Triton kernels that digest and move memory named by addresses. Imported only where `fused` found Triton usable.
 
 Every kernel takes a table of addresses that lives on the device and is built once, so a call is one launch whatever the
-number of tensors. Integers are 64 bits wide and wrap. Sizes in the tables were checked by whoever built them.
+number of tensors. Integers are 64 bits wide and wrap. Sizes are checked where the tables are built.
 """
 # A jit function is source that Triton's own compiler reads: its parameters are tensors, pointers or compile-time
 # constants, not what Python would make of them, and type annotations mean something else in it.

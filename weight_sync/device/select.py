@@ -1,4 +1,4 @@
-"""Choosing a backend by name. Vendor modules are imported here only when somebody asks for them."""
+"""Choosing a backend by name. Vendor modules are imported here on first use."""
 
 from __future__ import annotations
 

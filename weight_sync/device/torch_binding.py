@@ -130,7 +130,7 @@ class CudaBinding(TorchBinding):
         return stream.cuda_stream
 
     def flush(self, index: int) -> None:
-        """Nothing to do: torch calls the driver at once."""
+        """Nothing to do: torch calls the driver immediately."""
 
     def _runtime(self) -> Any:
         torch.cuda.init()
