@@ -273,8 +273,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         # Engines read no weights where the first sync, which precedes the first request, brings all of them.
         engine_args={
             **({} if why_engines_read_weights(cfg) else {"load_format": "dummy"}),
-            **backend.engine_defaults(),
-            **rollout.engine_args,
+            **backend.engine_args(rollout.engine_args),
         },
     )
 
@@ -351,7 +350,8 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
 
 def _options(cfg: RunConfig, backend: Backend, placement: Placement, *, role: Role, name: str) -> dict[str, Any]:
     """Resources, environment, and a name that people see in `ps` and logs."""
-    env = merge_env(backend.process_env(role), {**cfg.device.env, **placement.env(name)}, dict(os.environ))
+    needed = (*backend.process_env(role), *(backend.sharing_env() if cfg.mode.shares_devices else ()))
+    env = merge_env(needed, {**cfg.device.env, **placement.env(name)}, dict(os.environ))
     return {**placement.options(name), "runtime_env": {"env_vars": env}, "name": name, "max_restarts": 0}
 
 

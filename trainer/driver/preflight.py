@@ -84,6 +84,7 @@ def preflight(cfg: RunConfig) -> PreflightResult:
     backend, placement = found.attempt(_backend, cfg), None
     if backend is not None:
         found.add(_sleep_problems(cfg, backend))
+        found.add(_engine_args_problems(cfg, backend))
         placement = found.attempt(_placement, cfg, backend)
     found.add(_ray_address_problems(cfg))
     inputs, models, resumed = _check_inputs(cfg, found, backend)
@@ -184,6 +185,13 @@ def _backend(cfg: RunConfig) -> Backend:
     if problems:
         raise ConfigurationError([Problem(key="device", value=backend.name, message=text) for text in problems])
     return backend
+
+
+def _engine_args_problems(cfg: RunConfig, backend: Backend) -> Iterator[Problem]:
+    try:
+        backend.engine_args(cfg.rollout.engine_args)
+    except DeviceError as error:
+        yield problem(cfg, "rollout.engine_args", str(error), f"needed by device={backend.name}", "device.name")
 
 
 def _sleep_problems(cfg: RunConfig, backend: Backend) -> Iterator[Problem]:

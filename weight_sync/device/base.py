@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -125,6 +125,10 @@ class Backend(ABC):
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         """Variables a process of this role needs, each with its reason."""
 
+    def sharing_env(self) -> tuple[EnvVar, ...]:
+        """What learner and engine need on top where they share devices."""
+        return ()
+
     @abstractmethod
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         """Problems with `environ` as a process of this role finds it; empty if all is well."""
@@ -132,6 +136,10 @@ class Backend(ABC):
     @abstractmethod
     def engine_defaults(self) -> dict[str, Any]:
         """vLLM engine arguments this backend needs or is better with."""
+
+    def engine_args(self, user: Mapping[str, Any]) -> dict[str, Any]:
+        """`engine_defaults` with a user's own arguments, which win. Raises DeviceError for one that cannot work."""
+        return {**self.engine_defaults(), **user}
 
     @abstractmethod
     def set_device(self, index: int) -> torch.device:

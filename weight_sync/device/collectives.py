@@ -283,8 +283,7 @@ def _switched(switches: Sequence[EnvVar]) -> Iterator[None]:
             yield
 
 
-def _build(make: Any, switches: Sequence[EnvVar], store: Store, *, rank: int, timeout_s: float) -> Any:
-    options = make.Options()
+def _build(make: Any, options: Any, switches: Sequence[EnvVar], store: Store, *, rank: int, timeout_s: float) -> Any:
     options._timeout = timedelta(seconds=timeout_s)
     # Rank 1 waits in this store for what rank 0 puts there.
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -309,9 +308,13 @@ def nccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
     if make is None:
         raise DeviceError(f"torch {torch.__version__} was built without NCCL; use ipc, shm or gloo")
 
-    build = partial(_build, make, NCCL_SWITCHES, store, rank=rank, timeout_s=timeout_s)
+    build = partial(_build, make, make.Options(), NCCL_SWITCHES, store, rank=rank, timeout_s=timeout_s)
     group = CollectiveGroup(build, lambda built: built.abort(), name="nccl", rank=rank, grouped=True, device=device)
     return group.handshake(timeout_s)
+
+
+_HCCL_BUFFER_MIB = 16
+"""Twice per group and device. HCCL's 200 would be 400 MiB for each peer that a process has."""
 
 
 def hccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.device) -> CollectiveGroup:
@@ -331,7 +334,9 @@ def hccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.devic
     def stop(built: Any) -> None:
         built.abort_hccl_comm("the peer of a weight transfer is gone")
 
-    build = partial(_build, ProcessGroupHCCL, HCCL_SWITCHES, store, rank=rank, timeout_s=timeout_s)
+    options = ProcessGroupHCCL.Options()
+    options.hccl_config = {"hccl_buffer_size": _HCCL_BUFFER_MIB}
+    build = partial(_build, ProcessGroupHCCL, options, HCCL_SWITCHES, store, rank=rank, timeout_s=timeout_s)
     return CollectiveGroup(build, stop, name="hccl", rank=rank, grouped=False, device=device).handshake(timeout_s)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weight_sync.device.accelerator import ENGINE_SPAWNS, AcceleratorBackend
 from weight_sync.device.base import Capabilities, Role
@@ -13,6 +14,7 @@ from weight_sync.device.driver import AclDriver
 from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
 from weight_sync.device.torch_binding import NpuBinding, TorchBinding
+from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     import ctypes
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 _CONNECT_TIMEOUT_S = (120, 7200)
 """What HCCL accepts."""
+_WEIGHTS_IN_ROWS = {"weight_nz_mode": 0}
+"""How newer versions of vllm-ascend spell VLLM_ASCEND_ENABLE_NZ=0."""
 
 
 class NpuBackend(AcceleratorBackend):
@@ -70,11 +74,6 @@ class NpuBackend(AcceleratorBackend):
                 value="1800",
                 why="seconds a rank waits for its peers; HCCL's 120 are less than a large model needs to load",
             ),
-            EnvVar(
-                name="HCCL_BUFFSIZE",
-                value="200",
-                why="MiB of HCCL buffer; both ends of a communicator need the same value, so it is set on all",
-            ),
             *HCCL_SWITCHES,
         )
         if role == "learner":
@@ -85,6 +84,16 @@ class NpuBackend(AcceleratorBackend):
             why="vllm-ascend would keep weights in the FRACTAL_NZ layout, which cannot be written row by row",
         )
         return (*collective, layout, ENGINE_SPAWNS)
+
+    def sharing_env(self) -> tuple[EnvVar, ...]:
+        return tuple(
+            EnvVar(
+                name=f"HCCL_{side}_SOCKET_PORT_RANGE",
+                value="auto",
+                why="processes that share a device would ask for the same ports of HCCL",
+            )
+            for side in ("HOST", "NPU")
+        )
 
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         problems = super().check_env(role, environ)
@@ -101,3 +110,15 @@ class NpuBackend(AcceleratorBackend):
                 "remove it from `device.env` and from the environment"
             )
         return problems
+
+    def engine_defaults(self) -> dict[str, Any]:
+        return {"additional_config": dict(_WEIGHTS_IN_ROWS)}
+
+    def engine_args(self, user: Mapping[str, Any]) -> dict[str, Any]:
+        config = user.get("additional_config", {})
+        if not isinstance(config, Mapping) or config.get("weight_nz_mode", 0) != 0:
+            raise DeviceError(
+                f"additional_config must be a map, in which weight_nz_mode must be 0, got {config!r}: weight sync "
+                "writes the engine's weights in place; leave weight_nz_mode out"
+            )
+        return {**user, "additional_config": {**config, **_WEIGHTS_IN_ROWS}}

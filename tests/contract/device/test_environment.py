@@ -130,6 +130,30 @@ def test_nothing_is_asked_of_the_user_before_ray_starts(backend: Backend) -> Non
     assert backend.check_env("driver", {}) == [] or backend.name == "cpu"
 
 
+@pytest.mark.parametrize("name", AUTO_ORDER)
+def test_hccl_gets_ports_of_its_own_only_where_learner_and_engine_share_a_device(name: str) -> None:
+    names = {variable.name for variable in build(name).sharing_env()}
+    assert names == ({"HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"} if name == "npu" else set())
+
+
+def test_the_buffers_of_all_groups_are_not_sized_for_those_of_weight_sync() -> None:
+    assert "HCCL_BUFFSIZE" not in {variable.name for role in ROLES for variable in build("npu").process_env(role)}
+
+
+def test_users_engine_arguments_win_but_weights_stay_in_rows(backend: Backend) -> None:
+    mine = {"cudagraph_capture_sizes": [1], "additional_config": {"ascend_scheduler_config": {"enabled": True}}}
+    found = backend.engine_args(mine)
+    rows = {"weight_nz_mode": 0} if backend.name == "npu" else {}
+    assert found == {**backend.engine_defaults(), **mine, "additional_config": {**rows, **mine["additional_config"]}}
+    assert backend.engine_args({}) == backend.engine_defaults()
+
+
+@pytest.mark.parametrize("config", [{"weight_nz_mode": 1}, {"weight_nz_mode": True}, "weight_nz_mode=1"])
+def test_a_blocked_layout_of_weights_is_refused_as_an_engine_argument_too(config: object) -> None:
+    with pytest.raises(DeviceError, match=r"additional_config.*weight_nz_mode.*must be 0"):
+        build("npu").engine_args({"additional_config": config})
+
+
 def test_a_rocm_driver_needs_no_visible_device_and_a_process_sees_all_with_its_own_first() -> None:
     rocm = build("rocm")
     assert rocm.check_env("driver", merge_env(rocm.process_env("driver"), {}, {})) == []

@@ -255,12 +255,14 @@ class FakeLibrary:
 
     class Options:
         _timeout: Any = None
+        hccl_config: Any = None
 
     seen: tuple[tuple[str | None, ...], ...] = ()
 
     def __init__(self, store: Any, rank: int, size: int, options: FakeLibrary.Options) -> None:
         names = ("HCCL_BLOCKING_WAIT", "TORCH_HCCL_BLOCKING_WAIT", "HCCL_ASYNC_ERROR_HANDLING")
         FakeLibrary.seen = (*FakeLibrary.seen, tuple(os.environ.get(name) for name in names))
+        assert options.hccl_config == {"hccl_buffer_size": 16}, "MiB, twice per group"
         timeout_s = options._timeout.total_seconds()
         self._connect = lambda: GlooGroup(store, rank=rank, timeout_s=timeout_s, host="127.0.0.1")
         self._connected: GlooGroup | None = None

@@ -59,6 +59,12 @@ def notes_of(*argv: str) -> tuple[RunConfig, str]:
 # Names, groups, overrides
 
 
+def test_a_group_of_a_device_may_bring_variables_and_a_user_others() -> None:
+    config = load_config(["device=rocm_asymmetric", "+device.env.NCCL_DEBUG=WARN"])
+    assert config.device.name == "rocm"
+    assert config.device.env == {"NCCL_P2P_LEVEL": "LOC", "NCCL_SHM_DISABLE": "1", "NCCL_DEBUG": "WARN"}
+
+
 def test_overrides_win_over_groups_which_win_over_the_schema() -> None:
     config = load_config(["algorithm=dapo", "algorithm.clip_ratio_high=0.4", "mode=sync"])
     assert config.algorithm.clip_ratio_high == 0.4

@@ -161,10 +161,19 @@ def test_how_deep_engines_sleep_on_shared_devices(device: str, rank: int, level:
 @pytest.mark.parametrize(("device", "forks"), [("cpu", True), ("cuda", True), ("rocm", False), ("npu", None)])
 def test_a_driver_without_the_device_can_describe_an_engine(device: str, forks: bool | None) -> None:
     """Engines are forked where an import touches no device."""
-    backend: Any = SimpleNamespace(name=device, capabilities=build(device).capabilities, engine_defaults=dict)
+    backend: Any = SimpleNamespace(name=device, capabilities=build(device).capabilities, engine_args=dict)
     assert forks is None or engine_of(config(), device=backend).forks is forks
     if not build(device).is_available():
         assert engine_of(config(), device=build(device)).device == device
+
+
+@pytest.mark.parametrize(("mode", "ports"), [("async", None), ("colocated", "auto")])
+def test_actors_on_shared_devices_get_what_sharing_needs(mode: str, ports: str | None) -> None:
+    cfg = config(mode={"name": mode})
+    placement: Any = SimpleNamespace(env=lambda _name: {}, options=lambda _name: {})
+    for role in ("learner", "engine"):
+        options = compose._options(cfg, build("npu"), placement, role=role, name="replica_0")
+        assert options["runtime_env"]["env_vars"].get("HCCL_NPU_SOCKET_PORT_RANGE") == ports
 
 
 # Paths: actors may be started in another directory

@@ -192,6 +192,13 @@ def test_the_plugin_for_ascend_is_not_taken_for_vllm_itself(
     assert words in problem.message
 
 
+def test_an_engine_argument_that_the_device_refuses_is_a_problem_of_its_key() -> None:
+    cfg = load_config(["+rollout.engine_args.additional_config={weight_nz_mode: 2}"])
+    (found,) = preflight._engine_args_problems(cfg, build("npu"))
+    assert found.key == "rollout.engine_args" and "weight_nz_mode" in found.message
+    assert list(preflight._engine_args_problems(cfg, build("cuda"))) == []
+
+
 @pytest.mark.parametrize(
     ("torch", "torchvision", "requires", "is_refused"),
     [
