@@ -23,7 +23,9 @@ if TYPE_CHECKING:
         PackItem,
         PackPlan,
         ParamMeta,
+        PullPlan,
         RecordedCopy,
+        Run,
         ShardDesc,
         WorkerLayout,
     )
@@ -204,12 +206,12 @@ def manifest_problems(manifest: Manifest) -> list[str]:
             problems.append(f"rank {plan.rank}: {num_twice} bytes of the arena are packed more than once")
     for plan in manifest.pull:
         written: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        for run in plan.runs:
-            where = f"worker {plan.worker}: run of {run.nbytes} bytes at {run.src_off} of rank {run.src_rank}"
+        for run, is_packed in zip(plan.runs, _are_packed(packed, plan.runs), strict=True):
             if run.nbytes <= 0 or run.src_off < 0 or not 0 <= run.dst_off < MAX_OFFSET:
-                problems.append(f"{where} to {run.dst_param}+{run.dst_off}: size or offset is out of range")
-            elif not _covers(packed.get(run.src_rank), run.src_off, run.nbytes):
-                problems.append(f"{where} reads bytes that are not packed")
+                where = f"{_run_of(plan, run)} to {run.dst_param}+{run.dst_off}"
+                problems.append(f"{where}: size or offset is out of range")
+            elif not is_packed:
+                problems.append(f"{_run_of(plan, run)} reads bytes that are not packed")
             written[run.dst_param].append((run.dst_off, run.nbytes))
         for name, spans in written.items():
             _, num_twice = merge_spans(_spans(spans))
@@ -250,9 +252,26 @@ def _spans(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
     return np.array(spans, np.int64).reshape(-1, 2)
 
 
-def _covers(intervals: np.ndarray | None, offset: int, nbytes: int) -> bool:
-    """Whether `[offset, offset + nbytes)` lies inside one of the disjoint sorted intervals."""
-    if intervals is None or not len(intervals) or offset + nbytes > MAX_OFFSET:
-        return False
-    at = int(np.searchsorted(intervals[:, 0], offset, side="right")) - 1
-    return at >= 0 and offset + nbytes <= int(intervals[at, 1])
+def _are_packed(packed: Mapping[int, np.ndarray], runs: Sequence[Run]) -> list[bool]:
+    """Which runs lie inside one of the disjoint sorted intervals that their rank packs."""
+    by_rank: defaultdict[int, list[int]] = defaultdict(list)
+    for i, run in enumerate(runs):
+        by_rank[run.src_rank].append(i)
+    inside = np.zeros(len(runs), bool)
+    for rank, indices in by_rank.items():
+        intervals = packed.get(rank)
+        if intervals is not None and len(intervals):
+            first = _clipped(runs[i].src_off for i in indices)
+            last = _clipped(runs[i].src_off + runs[i].nbytes for i in indices)
+            at = np.searchsorted(intervals[:, 0], first, side="right") - 1
+            inside[indices] = (at >= 0) & (last <= intervals[at, 1])
+    return inside.tolist()
+
+
+def _clipped(offsets: Iterable[int]) -> np.ndarray:
+    """int64[R]; what no arena can hold becomes an offset outside of all."""
+    return np.fromiter((max(-1, min(offset, MAX_OFFSET + 1)) for offset in offsets), np.int64)
+
+
+def _run_of(plan: PullPlan, run: Run) -> str:
+    return f"worker {plan.worker}: run of {run.nbytes} bytes at {run.src_off} of rank {run.src_rank}"

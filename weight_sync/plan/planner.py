@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ALIGN_BYTES = 16
 """Items start here, so that a vectorised pack kernel never straddles; a run that goes on is not torn apart for it."""
 MAX_MANIFEST_BYTES = 256 << 20
-"""70B over 64 learner ranks and 8 workers makes 20 MB; more than this bound is a bug or an attack."""
+"""70B over 64 learner ranks and 8 workers makes 30 MB; more than this bound is a bug or an attack."""
 
 
 class _Parts(NamedTuple):

@@ -1,6 +1,7 @@
 """What a plan is made of: parameters, shards, recorded copies, layouts, and which bytes each party packs and pulls.
 
 All are frozen, slotted, keyword-only and made of plain values, so they travel as msgpack and hash the same everywhere.
+Those that come by the hundred thousand are no business of the garbage collector (`gc=False`): they cannot form cycles.
 Offsets of arenas are in bytes; starts and sizes of tensors are in elements.
 
 Example: FSDP2 over 2 ranks holds `q_proj.weight` [6, 4] as rows 0-3 and 3-6. An engine with TP=2 copies rows 0-3 of it
@@ -16,7 +17,7 @@ Version = int
 """Policy version: counts optimizer steps that were published. Version 0 is the initial checkpoint."""
 
 
-class ParamMeta(msgspec.Struct, frozen=True, kw_only=True):
+class ParamMeta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One parameter under its Hugging Face checkpoint name, with its full (unsharded) shape."""
 
     name: str
@@ -25,7 +26,7 @@ class ParamMeta(msgspec.Struct, frozen=True, kw_only=True):
     """torch dtype name on the wire, e.g. "bfloat16": what the engine stores, not what the optimizer holds."""
 
 
-class ShardDesc(msgspec.Struct, frozen=True, kw_only=True):
+class ShardDesc(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The rows (dimension 0) of a parameter that one learner rank holds. `row_start == row_stop` is an empty shard."""
 
     param: str
@@ -34,7 +35,7 @@ class ShardDesc(msgspec.Struct, frozen=True, kw_only=True):
     row_stop: int
 
 
-class RecordedCopy(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One `copy_` of the engine's own weight loader: a box of a checkpoint tensor into a view of an engine tensor.
 
     The source box is `[src_start, src_start + src_size)` per dimension. The destination is the strided view
@@ -50,7 +51,7 @@ class RecordedCopy(msgspec.Struct, frozen=True, kw_only=True):
     """One entry per source dimension."""
 
 
-class EngineParam(msgspec.Struct, frozen=True, kw_only=True):
+class EngineParam(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A parameter of the live engine model on one worker."""
 
     name: str
@@ -69,7 +70,7 @@ class WorkerLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Which kinds of modules are written directly and which go through the fallback, and why: lines for the log."""
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class Run(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """`nbytes` contiguous bytes from a publisher's arena to an engine parameter."""
 
     src_rank: int
@@ -79,7 +80,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
-class PackItem(msgspec.Struct, frozen=True, kw_only=True):
+class PackItem(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A box of a rank's local shard, cast and written contiguously at `arena_off`. `start` is in local coordinates."""
 
     param: str
