@@ -10,6 +10,8 @@
       prefetch(version, deadline) ──────────────────> arrived, once it has; or the error that ended the pull
       link(routes) ─────────────────────────────────> linked
       ping ─────────────────────────────────────────> pong, immediately whatever else the worker does
+                                                     publisher
+      replica_left(name) ───────────────────────────> dropped
 
 Lines are encrypted and authenticated by CurveZMQ. Every server makes a key pair of its own and returns the public half
 when it is opened, so a client speaks to exactly that process, never to another one on a reused port. Clients use the
@@ -320,7 +322,7 @@ class Line(NamedTuple):
 
 
 class Switchboard:
-    """The coordinator's lines to all workers, over one socket of its event loop."""
+    """The coordinator's lines to all workers, and to learners when a replica leaves: one socket of its event loop."""
 
     def __init__(self, keys: RunKeys, *, epoch: int, sender: str = "coordinator") -> None:
         self._keys = keys

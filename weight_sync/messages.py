@@ -423,6 +423,12 @@ class DropRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
     """End the lease that I have, if I have one: perhaps the answer to a question that I waited for no longer."""
 
 
+class ReplicaLeft(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="replica_left"):
+    """From the coordinator: free what is kept for this replica, which is closed or dead and does not come back."""
+
+    replica: str
+
+
 class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prefetch"):
     version: int
     deadline_s: float
@@ -537,7 +543,15 @@ TransportResponse = PairMet | PairState
 
 
 Request = (
-    Ping | LeaseRequest | RenewRequest | ReleaseRequest | DropRequest | PrefetchRequest | LinkRequest | TransportRequest
+    Ping
+    | LeaseRequest
+    | RenewRequest
+    | ReleaseRequest
+    | DropRequest
+    | ReplicaLeft
+    | PrefetchRequest
+    | LinkRequest
+    | TransportRequest
 )
 
 

@@ -20,7 +20,16 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from weight_sync.control.epoch import CLOSE_S, Agreement, EpochOpener, SyncOptions, close_parties, close_replicas, part
+from weight_sync.control.epoch import (
+    CLOSE_S,
+    Agreement,
+    EpochOpener,
+    SyncOptions,
+    close_parties,
+    close_replicas,
+    forget,
+    part,
+)
 from weight_sync.control.members import ANSWER_S, Member, MemberState, Outcome, PublisherHandle, ReplicaHandle, nothing
 from weight_sync.errors import DigestMismatch, ReplicaDirty, VersionUnavailable, WeightSyncError
 from weight_sync.messages import PackReport, PublishedDigests, ReplicaTimes, RunDigests, SyncReport, decode, open_reply
@@ -363,6 +372,7 @@ class SyncCoordinator:
                 await asyncio.gather(self._relink(), parted)
             finally:
                 await close_replicas([member.handle], timeout_s=self._close_timeout_s)
+                await forget(self._opener, self._agreement, name, timeout_s=self._close_timeout_s)
 
     async def _unlink(self, name: str) -> None:
         """Nobody reads from a member that is about to be replaced: if it opens anew in the same process, what it has

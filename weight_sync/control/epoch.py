@@ -20,6 +20,7 @@ from weight_sync.errors import PlanMismatch, PullTimeout
 from weight_sync.messages import (
     BakeRequest,
     CommitMode,
+    Dropped,
     Linked,
     LinkRequest,
     OpenPublisher,
@@ -27,6 +28,7 @@ from weight_sync.messages import (
     PublisherInfo,
     PublisherLayout,
     ReceiverInfo,
+    ReplicaLeft,
     decode,
     encode,
     manifest_to_bytes,
@@ -187,6 +189,25 @@ class EpochOpener:
             await member.ask(index, request, Linked, deadline_s=self.left(give_up))
 
         await gather_all(tell(m, index, request) for m in members for index, request in enumerate(requests[m.name]))
+
+    async def forget(self, agreement: Agreement, replica: str, within_s: float) -> None:
+        """Let every learner free what it keeps for a replica that left.
+
+        Raises:
+            WeightSyncError, TimeoutError: a learner did not answer; the others were told all the same.
+        """
+        lines = self._lines
+        if lines is None:
+            return
+
+        async def tell(info: PublisherInfo) -> None:
+            line = lines.dial(f"learner {info.rank}", info.address)
+            try:
+                await lines.ask(line, ReplicaLeft(replica=replica), Dropped, deadline_s=within_s)
+            finally:
+                lines.hang_up(line)
+
+        await gather_all(tell(info) for info in agreement.publishers)
 
     def hang_up(self) -> None:
         """Close the lines to all workers. Idempotent."""
@@ -354,6 +375,12 @@ async def part(
     """Let none of `members` read from another replica. Raises nothing of theirs."""
     if agreement is not None:
         await _quietly([opener.part(agreement, members, min(PART_S, timeout_s))], "did not unmap what it read from")
+
+
+async def forget(opener: EpochOpener, agreement: Agreement | None, replica: str, *, timeout_s: float) -> None:
+    """Let the learners free what they keep for a replica that left. Raises nothing of theirs."""
+    if agreement is not None:
+        await _quietly([opener.forget(agreement, replica, min(PART_S, timeout_s))], f"did not hear that {replica} left")
 
 
 async def close_replicas(replicas: Iterable[ReplicaHandle], *, timeout_s: float) -> None:

@@ -43,6 +43,7 @@ from weight_sync.messages import (
     ReleaseRequest,
     Renewed,
     RenewRequest,
+    ReplicaLeft,
     Request,
     Response,
     decode,
@@ -410,7 +411,7 @@ class WeightPublisher:
 
 
 def _handle(epoch: Epoch, sender: str, request: Request) -> Response:
-    """Answer one receiver. Runs in the control thread."""
+    """Answer one receiver, or the coordinator. Runs in the control thread."""
     arena = epoch.arena
     match request:
         case LeaseRequest():
@@ -437,6 +438,9 @@ def _handle(epoch: Epoch, sender: str, request: Request) -> Response:
             return Released(is_intact=is_intact)
         case DropRequest():
             arena.drop(sender)
+            return Dropped()
+        case ReplicaLeft():
+            epoch.end.forget(request.replica)
             return Dropped()
         case PairMeet() | PairSend() | PairWatch() | PairDrop():
             return epoch.end.answer(sender, request)

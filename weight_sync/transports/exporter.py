@@ -105,6 +105,10 @@ class Offer:
         """
         return self._peers.answer(sender, request)
 
+    def forget(self, replica: str) -> None:
+        """Free the communicators with this replica's workers."""
+        self._peers.forget(replica)
+
     def counters(self) -> dict[str, int]:
         """Allocations, registrations and communicators made so far."""
         is_mapped = any(handle.handle is not None for handle in self.handles)

@@ -208,6 +208,13 @@ class Peers:
         """Groups that came about so far."""
         return self._num_connected
 
+    def forget(self, replica: str) -> None:
+        """Drop the pairs of this replica's workers. A killed one did not, and an idle connection does not notice."""
+        with self._lock:
+            gone = [self._pairs.pop(peer) for peer in [*self._pairs] if peer.rpartition("/")[0] == replica]
+        for pair in gone:
+            pair.drop()
+
     def close(self, *, join_s: float) -> None:
         with self._lock:
             self._is_closed = True

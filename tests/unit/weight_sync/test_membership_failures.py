@@ -232,6 +232,28 @@ async def test_a_join_that_is_cancelled_in_its_middle_leaves_the_group_as_it_was
     newcomer.assert_holds(full_weights(2))
 
 
+async def test_learners_free_the_communicators_of_a_killed_replica_when_it_leaves() -> None:
+    world = World(transport="gloo")
+    coordinator = world.coordinator
+    await coordinator.open()
+    await world.step(1)
+    pairs = [publisher.publisher._epoch.end._peers._pairs for publisher in world.publishers]
+    dead = [pair[f"r1/{worker}"]._group for pair in pairs for worker in range(2)]
+
+    async def is_gone(*_: object, **__: object) -> Any:
+        raise ConnectionError("r1 was killed")
+
+    world.replicas[1].call = is_gone
+    await asyncio.wait_for(coordinator.leave("r1"), 20)
+    assert [sorted(pair) for pair in pairs] == [["r0/0", "r0/1"]] * 2
+    async with asyncio.timeout(10):
+        while not all(group._is_aborted for group in dead):
+            await asyncio.sleep(0.01)
+    await asyncio.wait_for(world.step(2), 20)
+    world.replicas[0].assert_holds(full_weights(2))
+    await asyncio.wait_for(coordinator.close(), 20)
+
+
 async def test_a_leave_during_an_open_waits_until_it_is_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator, leaver = world.coordinator, world.replicas[1]
     link, leaving = coordinator._opener.link, set[asyncio.Task[None]]()
