@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -35,7 +36,7 @@ from trainer.learner.actor import SetupReport
 from trainer.learner.group import LearnerGroup, RankHandle
 from trainer.remote import EngineReplica, call
 from trainer.telemetry.trace import Tracer
-from weight_sync.control.epoch import close_parties
+from weight_sync.control.epoch import EpochOpener, SyncOptions, close_parties
 from weight_sync.device.select import build, get_backend
 
 
@@ -251,7 +252,7 @@ def engine(reply: object = None, **startup_s: float) -> HandActor:
 async def start(
     ranks: list[HandActor], engines: list[HandActor], *workers: HandActor, trace: Path | None = None, **sections: Any
 ) -> None:
-    ranks[0].answers["node_address"] = ("10.0.0.1", 77)
+    ranks[0].responses["node_address"] = ("10.0.0.1", 77)
     named_engines = {f"replica_{i}": e for i, e in enumerate(engines)}
     actors = Actors(learner=LearnerGroup(ranks, timeout_s=30.0), engines=named_engines, workers=[*workers])
     tracer = Tracer(trace)
@@ -295,7 +296,7 @@ async def test_on_shared_devices_engines_begin_when_the_learner_has_left() -> No
             order.append(name)
             return super().__getattr__(name)
 
-    await start([Noting(**rank_of().answers)], [Noting(**engine().answers)], mode={"name": "colocated"})
+    await start([Noting(**rank_of().responses)], [Noting(**engine().responses)], mode={"name": "colocated"})
     assert order == ["node_address", "setup", "offload", "start"]
 
 
@@ -304,7 +305,7 @@ async def test_on_shared_devices_engines_begin_when_the_learner_has_left() -> No
 
 class Hanging(HandActor):
     def __getattr__(self, name: str) -> Any:
-        self.answers[name] = "hang"
+        self.responses[name] = "hang"
         return super().__getattr__(name)
 
 
@@ -357,8 +358,10 @@ def test_a_timeout_names_who_was_silent_how_long_and_what_to_increase(begin: Any
 
 @in_virtual_time
 async def test_a_learner_that_does_not_close_is_known_to_hang() -> None:
-    rank, nobody = RankHandle(Hanging(), rank=0), cast("Any", None)
-    await close_parties(nobody, nobody, [], [rank], timeout_s=10.0)
+    rank = RankHandle(Hanging(), rank=0)
+    await close_parties(
+        EpochOpener([rank], options=SyncOptions(), clock=time.monotonic), None, [], [rank], timeout_s=10.0
+    )
     assert rank.is_broken
 
 
