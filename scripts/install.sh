@@ -51,7 +51,7 @@ cpu)
       die "cannot install torch $torch+cpu, neither from the configured index nor from PyTorch's own"
   fi
   ;;
-rocm) # PyPI's vLLM is for CUDA. The one for ROCm lies with its torch in an index per version and build.
+rocm) # PyPI's vLLM is for CUDA. The one for ROCm is in an index per version and build, with its torch.
   vllm=$(sed -n 's/^vllm==//p' constraints/rocm.txt)
   say "installing vLLM $vllm"
   pip_install --extra-index-url "https://wheels.vllm.ai/rocm/${vllm%+*}/${vllm#*+}" vllm

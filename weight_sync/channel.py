@@ -107,6 +107,8 @@ class ControlServer:
         self._waiting: set[tuple[bytes, int]] = set()
         """(client, request id) whose futures are not."""
         self._is_closing = False
+        self._wake_lock = threading.Lock()
+        """A descriptor that was closed must not be written to: its number may belong to another file by then."""
         public, secret = zmq.curve_keypair()
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
@@ -118,7 +120,11 @@ class ControlServer:
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
         self._router.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._router.setsockopt_string(zmq.ZAP_DOMAIN, "weight_sync")
-        self._router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
+        try:
+            self._router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:*")
+        except zmq.ZMQError:
+            self._context.destroy(0)
+            raise
         self.address = PeerAddress(endpoint=self._router.getsockopt_string(zmq.LAST_ENDPOINT), public_key=public)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="weight-sync-control", daemon=True)
@@ -141,12 +147,14 @@ class ControlServer:
             )
             return
         self._context.term()
-        fd, self._wake_fd = self._wake_fd, -1
-        os.close(fd)
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # closed: nobody waits any more
-            os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:
+            if self._wake_fd >= 0:  # otherwise the server is closed
+                os.eventfd_write(self._wake_fd, 1)
 
     def _serve(self) -> None:
         poller = zmq.Poller()

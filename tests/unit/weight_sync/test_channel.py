@@ -54,6 +54,7 @@ from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 KEYS = make_run_keys("run")
 OTHER_RUN = make_run_keys("other")
@@ -204,6 +205,28 @@ def test_close_ends_the_thread_and_a_client_finds_out_in_time(context: zmq.Conte
     with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
         client.ask(LEASE, LeaseGranted, deadline_s=0.3)
     assert time.monotonic() - started < ANSWER_S
+
+
+def test_an_answer_that_comes_after_the_end_goes_nowhere(context: zmq.Context, desk: Desk, tmp_path: Path) -> None:
+    """Not to the file either that has the number of the server's own descriptor by then."""
+    server = ControlServer(desk, KEYS, epoch=EPOCH)
+    with pytest.raises(PublisherLost):
+        client_of(context, server.address).ask(PrefetchRequest(version=7, deadline_s=9.0), Arrived, deadline_s=0.5)
+    number = server._wake_fd
+    server.close()
+    files = [(tmp_path / str(i)).open("wb") for i in range(50)]
+    assert number in [file.fileno() for file in files]
+    desk.arrival.set_result(Arrived(version=7))
+    for file in files:
+        file.close()
+    assert not [path for path in tmp_path.iterdir() if path.stat().st_size]
+
+
+def test_an_address_of_another_host_is_refused_and_leaves_nothing(desk: Desk) -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(zmq.ZMQError):
+        ControlServer(desk, KEYS, epoch=EPOCH, host="192.0.2.1")
+    assert psutil.Process().num_fds() == before
 
 
 def test_an_ipv6_endpoint_works(context: zmq.Context, desk: Desk) -> None:
