@@ -263,12 +263,14 @@ class Member:
         return left_s
 
 
-async def _cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel, and wait until they have ended."""
-    tasks = list(tasks)
+async def _cancelled(tasks: list[asyncio.Future[Any]]) -> None:
+    """Cancel, and wait until they have ended; not for a host's call that ignores it."""
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    done, _ = await asyncio.wait(tasks, timeout=ANSWER_S)
+    for task in done:
+        if not task.cancelled():
+            task.exception()  # looked at, or asyncio reports it as lost
 
 
 async def gather_all(calls: Iterable[Any]) -> list[Any]:
