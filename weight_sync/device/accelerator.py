@@ -23,6 +23,7 @@ from weight_sync.device.base import (
     require_size,
 )
 from weight_sync.device.collectives import nccl_group
+from weight_sync.device.cpu import SharedBlock
 from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError
 from weight_sync.device.environment import EnvVar, is_true, missing_variables
 from weight_sync.device.fused import FusedKernels
@@ -154,6 +155,9 @@ class AcceleratorBackend(Backend):
         """By device: torch's objects of streams that are not in use."""
         self._refused: deque[DriverBlock] = deque()
         """Closed, but the driver did not take them back: another process mapped them still, say."""
+        self._pinned: dict[int, torch.Tensor] = {}
+        """By address: host memory that the driver has registered, which therefore must stay mapped."""
+        self._has_refused_to_pin = False
         self._fused: dict[torch.device, FusedKernels | str] = {}
         """By device: the kernels, or why there are none."""
 
@@ -322,6 +326,31 @@ class AcceleratorBackend(Backend):
         for _ in range(len(self._refused)):
             with suppress(DeviceError, RuntimeError, IndexError):  # those that are refused again are there again
                 self._refused.popleft().close()
+
+    def pin(self, block: PersistentBlock) -> None:
+        assert isinstance(block, SharedBlock)
+        address = block.tensor.data_ptr()
+        try:
+            self._enter()
+            self._driver.host_register(address, block.nbytes)
+        except (DeviceError, RuntimeError) as error:
+            log.log(
+                logging.DEBUG if self._has_refused_to_pin else logging.WARNING,
+                "%s: shared host memory cannot be pinned, so copies of it are slower: %s", self.name, error,
+            )  # fmt: skip
+            self._has_refused_to_pin = True
+        else:
+            self._pinned[address] = block.tensor
+            block.before_unmap(partial(self._unpin, address))
+
+    def _unpin(self, address: int) -> None:
+        try:
+            self._enter()
+            self._driver.host_unregister(address)
+        except (DeviceError, RuntimeError) as error:
+            log.warning("%s: shared host memory stays mapped until this process ends: %s", self.name, error)
+        else:
+            del self._pinned[address]
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
         """By the copy engine, on `stream` or torch's current one. The caller keeps both tensors until it is done.

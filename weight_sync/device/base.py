@@ -169,6 +169,15 @@ class Backend(ABC):
             DeviceError: the exporter is gone, the handle is foreign, or the driver refused.
         """
 
+    def pin(self, block: PersistentBlock) -> None:
+        """Let copies between this device and a block of host memory go by the device alone, until the block closes.
+
+        The block comes from the cpu backend. Whoever closes it has waited for its copies. Where the device cannot do
+        this, or its driver refuses (the log says so once), copies go through a buffer of the driver's, several times
+        slower.
+        """
+        return
+
     @abstractmethod
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
         """Copy contiguous bytes of equal size, on `stream` where there are streams (else immediately)."""

@@ -31,6 +31,8 @@ from weight_sync.device.process import describe_self, require_alive
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.distributed_c10d import Store
 
 _PAYLOAD = struct.Struct("<qqQQ")
@@ -45,10 +47,17 @@ class SharedBlock(PersistentBlock):
         super().__init__(torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8))
         self.owned = owned
         self.fd = fd
+        self._before_unmap: list[Callable[[], None]] = []
+
+    def before_unmap(self, undo: Callable[[], None]) -> None:
+        """Have `undo` called by `close`, while the memory is still mapped."""
+        self._before_unmap.append(undo)
 
     def close(self) -> None:
         if self._tensor is None:
             return
+        for undo in self._before_unmap:
+            undo()
         # A view may still point into the mapping, and unmapping it under the view would crash the process on the next
         # access. Every tensor holds a reference to the mapping (though no buffer of it), so the last one unmaps it.
         self._tensor = None

@@ -122,6 +122,14 @@ class CudaLikeDriver(_Library):
             ctypes.c_void_p(stream),
         )
 
+    def host_register(self, pointer: int, nbytes: int) -> None:
+        """Fix the pages of mapped host memory, so that the device reads and writes them by itself."""
+        self._call("HostRegister", ctypes.c_void_p(pointer), ctypes.c_size_t(nbytes), ctypes.c_uint(0))
+
+    def host_unregister(self, pointer: int) -> None:
+        """To be called before the memory is unmapped."""
+        self._call("HostUnregister", ctypes.c_void_p(pointer))
+
     def stream_create(self) -> int:
         stream = ctypes.c_void_p()
         self._call("StreamCreateWithFlags", ctypes.byref(stream), ctypes.c_uint(self._STREAM_NON_BLOCKING))
@@ -149,6 +157,7 @@ class AclDriver(_Library):
     _HBM_MEM = 1
     _EXPORT_WITHOUT_PID_LIST = 1
     """The receivers' process ids are not known when the block is exported."""
+    _HOST_REGISTER_PINNED = 0x10000000
     _IMPORT_WITH_PEER_ACCESS = 1
 
     def device_count(self) -> int:
@@ -213,6 +222,13 @@ class AclDriver(_Library):
             ctypes.c_int(kind),
             ctypes.c_void_p(stream),
         )
+
+    def host_register(self, pointer: int, nbytes: int) -> None:
+        flags = ctypes.c_uint32(self._HOST_REGISTER_PINNED)
+        self._call("aclrtHostRegisterV2", ctypes.c_void_p(pointer), ctypes.c_uint64(nbytes), flags)
+
+    def host_unregister(self, pointer: int) -> None:
+        self._call("aclrtHostUnregister", ctypes.c_void_p(pointer))
 
     def stream_create(self) -> int:
         raise DeviceError("torch_npu makes its streams itself")

@@ -53,6 +53,8 @@ class MappedReceiverEnd(ReceiverEnd):
             for rank, arena in self._arenas.items():
                 if arena.handle is not None:
                     self._blocks[rank] = opener.ipc_open(arena.handle)
+                    if opener is not copier:
+                        copier.pin(self._blocks[rank])
         except BaseException:
             self.close()
             raise

@@ -173,6 +173,8 @@ class Landing:
         self.batch_bytes = STAGED_BYTES if staged else BATCH_BYTES
         if staged:
             self._blocks.extend(CpuBackend().alloc_persistent(STAGED_BYTES) for _ in range(BATCHES_IN_FLIGHT))
+            for block in self._blocks:
+                backend.pin(block)
 
     def enter(self) -> contextlib.AbstractContextManager[None]:
         """Library calls of this thread wait for this end's own stream, not for the engine's compute."""

@@ -89,6 +89,8 @@ class HostSlots(Slots):
     def __init__(self, backend: Backend, *, slot_bytes: int, num_slots: int) -> None:
         host = CpuBackend()
         super().__init__(host, slot_bytes=slot_bytes, num_slots=num_slots)
+        if self.block is not None:
+            backend.pin(self.block)
         self._device = backend
         self._stream: Any | None = backend.new_stream()
         # One staging slot is enough: packing is sequential and sealing empties it.

@@ -42,10 +42,10 @@ class Harness:
     def counters(self, *names: str) -> tuple[int, ...]:
         return tuple(map(self.counter, names))
 
-    def fail(self, cuda: str, acl: str, code: int) -> str:
-        """The next call of it fails. A call is given as cudart and as ACL have it; returns the vendor's name."""
+    def fail(self, cuda: str, acl: str, code: int, *, times: int = 1) -> str:
+        """The next calls of it fail. A call is given as cudart and as ACL have it; returns the vendor's name."""
         name = {"cuda": "cuda" + cuda, "rocm": "hip" + cuda, "npu": acl}[self.name]
-        self._fake().fake_fail(name.encode(), code, 1)
+        self._fake().fake_fail(name.encode(), code, times)
         return name
 
     def set_total(self, nbytes: int) -> None:

@@ -79,6 +79,28 @@ result = [before, during, backend.memory_info()[0]]
     assert after >= before
 
 
+def test_shared_host_memory_is_pinned_until_it_closes(pair: tuple[Peer, Peer]) -> None:
+    exporter, importer = pair
+    theirs = exporter.call("alloc", "cpu", None, NBYTES)
+    exporter.call("write", theirs, 0, pattern(NBYTES, 6).numpy().tobytes())
+    source = f"""
+import torch
+backend = self.backend("cuda", None)
+block = self._blocks[{importer.open("cpu", None, exporter.export(theirs))}][1]
+backend.pin(block)
+target = backend.alloc_persistent(block.nbytes)
+stream = backend.new_stream()
+backend.copy_async(target.tensor, block.tensor, stream)
+backend.synchronize(stream)
+result = [len(backend._pinned), backend.digest(target.tensor) == backend.digest(block.tensor)]
+block.close()
+target.close()
+result.append(len(backend._pinned))
+"""
+    assert importer.call("run", source) == [1, True, 0]
+    exporter.call("give_up", theirs)
+
+
 def test_a_block_is_no_torch_memory_and_a_torch_tensor_is_no_block(pair: tuple[Peer, Peer]) -> None:
     exporter, _ = pair
     source = """

@@ -3,18 +3,21 @@ a receiver whose device is full reaches its learner another way."""
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tests.fakes.drivers.peer import pattern
 from weight_sync.device import DeviceError
 from weight_sync.errors import TransportUnusable
 from weight_sync.messages import ArenaHandle
 from weight_sync.transports.base import Piece
-from weight_sync.transports.mapped import MappedReceiverEnd
+from weight_sync.transports.mapped import MappedReceiverEnd, open_mapped
 from weight_sync.transports.pair import Landing, Message
 from weight_sync.transports.select import Reach
+from weight_sync.transports.slots import HostSlots
 
 if TYPE_CHECKING:
     from tests.contract.device.conftest import Harness
@@ -79,6 +82,42 @@ def test_a_mapping_that_cannot_be_closed_keeps_no_other_open(accelerator: Harnes
     assert accelerator.counter("closes") == 3
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_host_memory_is_pinned_on_both_sides_and_arrives_just_the_same_where_the_driver_refuses(
+    accelerator: Harness, caplog: pytest.LogCaptureFixture, is_refused: bool
+) -> None:
+    if is_refused:
+        accelerator.fail("HostRegister", "aclrtHostRegisterV2", 801, times=2)
+    backend = accelerator.backend
+    slots = HostSlots(backend, slot_bytes=10 * KIB, num_slots=2)
+    end = open_mapped("shm", backend, {0: slots.handle("shm", exported=True)})
+    target = backend.alloc_persistent(10 * KIB)
+    for slot in (1, 0):
+        slots.packable(slot).copy_(pattern(10 * KIB, slot))
+        slots.seal(slot)
+        end.pull(0, slot, [Piece(0, target.tensor)], check=lambda: None)
+        assert torch.equal(target.tensor, pattern(10 * KIB, slot))
+    copies = accelerator.counter("copies")
+    assert accelerator.counters("registered", "pinned_copies") == ((0, 0) if is_refused else (2, copies))
+    end.close()
+    slots.close()
+    assert accelerator.counters("registered", "unmapped_registered") == (0, 0)
+    assert accelerator.counters("registers", "unregisters") == ((0, 0) if is_refused else (2, 2))
+    assert len([record for record in caplog.records if "failed with 801" in record.message]) == is_refused
+
+
+def test_host_memory_that_the_driver_does_not_let_go_of_stays_mapped(
+    accelerator: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    slots = HostSlots(accelerator.backend, slot_bytes=KIB, num_slots=1)
+    accelerator.fail("HostUnregister", "aclrtHostUnregister", 999)
+    slots.close()
+    del slots
+    gc.collect()
+    assert accelerator.counters("registered", "unmapped_registered") == (1, 0)
+    assert "stays mapped until this process ends" in caplog.text
+
+
 def refuse_copy(refused: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The driver takes so many copies; returns the streams of those that were not waited for."""
     under_way: list[Any] = []
@@ -117,6 +156,7 @@ def test_what_came_through_host_memory_and_was_refused_half_way_is_waited_for(
     accelerator: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     landing = Landing(accelerator.backend, staged=True)
+    assert accelerator.counter("registered") == 2
     batch = [Message(0, torch.zeros(8, dtype=torch.uint8)), Message(8, torch.zeros(8, dtype=torch.uint8))]
     targets = landing.targets(batch)
     under_way = refuse_copy(1, accelerator.backend, monkeypatch)
@@ -124,6 +164,7 @@ def test_what_came_through_host_memory_and_was_refused_half_way_is_waited_for(
         landing.deliver(batch, targets)
     assert under_way == []
     landing.close()
+    assert accelerator.counters("registered", "unmapped_registered") == (0, 0)
 
 
 def reach(accelerator: Harness, arenas: list[ArenaHandle], *, same_node: bool) -> Reach:

@@ -3,7 +3,7 @@
 
 #define KEY_BYTES 65
 static const int codes[] = {0, 107000 /* invalid parameter */, 207001 /* out of memory */, 507899 /* driver error */,
-                            507899 /* driver error */};
+                            507899 /* driver error */, 507899, 507899};
 static char message[128] = "";
 
 static int done(const char *name, int status) {
@@ -80,6 +80,14 @@ int aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t size, int k
   GUARD("aclrtMemcpyAsync");
   (void)stream;
   return done("aclrtMemcpyAsync", room >= size ? fake_copy(dst, src, size, kind) : FAKE_INVALID);
+}
+int aclrtHostRegisterV2(void *pointer, uint64_t size, uint32_t flags) {
+  GUARD("aclrtHostRegisterV2");
+  return done("aclrtHostRegisterV2", flags == 0x10000000 /* pinned */ ? fake_register(pointer, size) : FAKE_INVALID);
+}
+int aclrtHostUnregister(void *pointer) {
+  GUARD("aclrtHostUnregister");
+  return done("aclrtHostUnregister", fake_unregister(pointer));
 }
 int aclrtCreateStream(void **stream) {
   *stream = (void *)(intptr_t)(0x1000 + ++fake_streams_created);

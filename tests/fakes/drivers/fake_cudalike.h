@@ -6,7 +6,8 @@ typedef struct {
 } ipc_handle;
 
 static const int codes[] = {0, 1 /* invalid value */, 2 /* out of memory */, 400 /* invalid resource handle */,
-                            999 /* unknown: the real ones leave it undefined */};
+                            999 /* unknown: the real ones leave it undefined */, 712 /* already registered */,
+                            713 /* not registered */};
 
 static int done(const char *name, int status) {
   int injected = fake_injected(name);
@@ -54,6 +55,11 @@ int API(MemcpyAsync)(void *dst, const void *src, size_t size, int kind, void *st
   (void)stream;
   DONE(MemcpyAsync, fake_copy(dst, src, size, kind));
 }
+int API(HostRegister)(void *pointer, size_t size, unsigned flags) {
+  GUARD(HostRegister);
+  DONE(HostRegister, flags == 0 ? fake_register(pointer, size) : FAKE_INVALID);
+}
+int API(HostUnregister)(void *pointer) { GUARD(HostUnregister); DONE(HostUnregister, fake_unregister(pointer)); }
 int API(StreamCreateWithFlags)(void **stream, unsigned flags) {
   *stream = (void *)(intptr_t)(0x1000 + ++fake_streams_created);
   DONE(StreamCreateWithFlags, flags == 1 ? FAKE_OK : FAKE_INVALID);
@@ -66,6 +72,8 @@ const char *API(GetErrorString)(int code) {
     case 1: return "invalid argument";
     case 2: return "out of memory";
     case 400: return "invalid resource handle";
+    case 712: return "part or all of the requested memory range is already mapped";
+    case 713: return "pointer does not correspond to a registered memory region";
     case 999: return "another process has it mapped";
     default: return "unspecified launch failure";
   }

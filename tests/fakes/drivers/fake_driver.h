@@ -15,7 +15,7 @@
 #define FAKE_MAX_BLOCKS 256
 #define FAKE_NUM_DEVICES 2
 
-enum { FAKE_OK, FAKE_INVALID, FAKE_OOM, FAKE_GONE, FAKE_MAPPED };
+enum { FAKE_OK, FAKE_INVALID, FAKE_OOM, FAKE_GONE, FAKE_MAPPED, FAKE_REGISTERED, FAKE_NOT_REGISTERED };
 
 typedef struct {
   void *pointer;
@@ -29,7 +29,16 @@ typedef struct {
   uint64_t inode, size;
 } fake_handle;
 
+/* Host memory whose pages the driver keeps in place. */
+typedef struct {
+  const char *pointer;
+  size_t size;
+  uint64_t inode;
+} fake_host;
+
 static fake_block fake_blocks[FAKE_MAX_BLOCKS];
+static fake_host fake_hosts[FAKE_MAX_BLOCKS];
+static long fake_registers, fake_unregisters, fake_pinned_copies;
 static size_t fake_total = (size_t)1 << 30, fake_used;
 static long fake_mallocs, fake_frees, fake_exports, fake_unexports, fake_opens, fake_closes, fake_copies, fake_last_kind;
 static long fake_streams_created, fake_stream_syncs, fake_device_syncs, fake_open_flags;
@@ -37,6 +46,27 @@ static long fake_last_error;
 static _Thread_local int fake_device;
 static char fake_fail_name[64];
 static int fake_fail_code, fake_fail_times;
+
+/* Inode of the shared file that is mapped at all of [pointer, pointer + size); 0 if there is none. */
+static uint64_t fake_mapped_inode(const void *pointer, size_t size) {
+  unsigned long long start, stop, inode, found = 0, at = (uintptr_t)pointer;
+  char line[512];
+  FILE *maps = fopen("/proc/self/maps", "r");
+  while (maps != NULL && fgets(line, sizeof line, maps) != NULL)
+    if (sscanf(line, "%llx-%llx %*s %*s %*s %llu", &start, &stop, &inode) == 3 && start <= at && at + size <= stop)
+      found = inode;
+  if (maps != NULL) fclose(maps);
+  return found;
+}
+
+static long fake_count_hosts(int unmapped_only) {
+  long count = 0;
+  for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
+    if (fake_hosts[i].pointer &&
+        !(unmapped_only && fake_mapped_inode(fake_hosts[i].pointer, fake_hosts[i].size) == fake_hosts[i].inode))
+      count++;
+  return count;
+}
 
 /* --- what tests use ---------------------------------------------------------------------------------------------- */
 
@@ -55,7 +85,9 @@ long fake_counter(const char *name) {
       {"opens", fake_opens}, {"closes", fake_closes}, {"copies", fake_copies}, {"last_kind", fake_last_kind},
       {"streams_created", fake_streams_created},
       {"stream_syncs", fake_stream_syncs}, {"device_syncs", fake_device_syncs}, {"last_error", fake_last_error},
-      {"open_flags", fake_open_flags}, {"device", fake_device}, {"used", (long)fake_used}};
+      {"open_flags", fake_open_flags}, {"device", fake_device}, {"used", (long)fake_used},
+      {"registers", fake_registers}, {"unregisters", fake_unregisters}, {"pinned_copies", fake_pinned_copies},
+      {"registered", fake_count_hosts(0)}, {"unmapped_registered", fake_count_hosts(1)}};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
     if (strcmp(all[i].name, name) == 0) return all[i].value;
   return -1;
@@ -68,6 +100,8 @@ void fake_reset(void) {
       close(fake_blocks[i].fd);
       fake_blocks[i].pointer = NULL;
     }
+  memset(fake_hosts, 0, sizeof fake_hosts);
+  fake_registers = fake_unregisters = fake_pinned_copies = 0;
   fake_total = (size_t)1 << 30;
   fake_used = 0;
   fake_mallocs = fake_frees = fake_exports = fake_unexports = fake_opens = fake_closes = fake_copies = 0;
@@ -158,9 +192,44 @@ static int fake_open(const fake_handle *handle, void **pointer) {
   return result;
 }
 
+static fake_host *fake_host_of(const void *pointer, size_t size) {
+  for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
+    if (fake_hosts[i].pointer && fake_hosts[i].pointer <= (const char *)pointer &&
+        (const char *)pointer + size <= fake_hosts[i].pointer + fake_hosts[i].size)
+      return &fake_hosts[i];
+  return NULL;
+}
+
+/* Refuses what the real ones refuse, and what they only forgive: memory that is not mapped, or not by whole pages. */
+static int fake_register(void *pointer, size_t size) {
+  uint64_t inode = fake_mapped_inode(pointer, size);
+  if (size == 0 || inode == 0 || (uintptr_t)pointer % 4096) return FAKE_INVALID;
+  for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
+    if (fake_hosts[i].pointer && fake_hosts[i].pointer < (char *)pointer + size &&
+        (char *)pointer < fake_hosts[i].pointer + fake_hosts[i].size)
+      return FAKE_REGISTERED;
+  for (int i = 0; i < FAKE_MAX_BLOCKS; i++) {
+    if (fake_hosts[i].pointer) continue;
+    fake_hosts[i] = (fake_host){pointer, size, inode};
+    fake_registers++;
+    return FAKE_OK;
+  }
+  return FAKE_INVALID;
+}
+
+static int fake_unregister(void *pointer) {
+  fake_host *host = fake_host_of(pointer, 1);
+  if (host == NULL || host->pointer != (char *)pointer) return FAKE_NOT_REGISTERED;
+  if (fake_mapped_inode(host->pointer, host->size) != host->inode) return FAKE_INVALID;
+  host->pointer = NULL;
+  fake_unregisters++;
+  return FAKE_OK;
+}
+
 static int fake_copy(void *dst, const void *src, size_t size, int kind) {
   memcpy(dst, src, size);
   fake_copies++;
+  if (fake_host_of(dst, size) || fake_host_of(src, size)) fake_pinned_copies++;
   fake_last_kind = kind;
   return FAKE_OK;
 }
