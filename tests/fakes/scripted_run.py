@@ -215,6 +215,8 @@ class World:
         """Nothing is under way here after the loops."""
 
     # as LearnerGroup
+    flops = None
+
     async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:
         self.note("train", batch.step)
         self.trained_versions.append(version)

@@ -244,7 +244,7 @@ def built_batch(
     num_empty = sum(not one.token_ids.any() for rank in batch.micro_batches for one in rank)
     sizes = (batch.num_samples, batch.num_sequences, batch.num_tokens, batch.num_loss_tokens, num_empty)
     return {
-        "sizes": [*sizes, batch.packing_efficiency],
+        "sizes": [*sizes, batch.balance_frac],
         **({"excluded": dict(batch.excluded)} if batch.excluded else {}),
         "group_rewards": [] if batch.group_rewards is None else [_rewards(one) for one in batch.group_rewards],
         "micro_batches": [[_arrays(one) for one in rank] for rank in batch.micro_batches],

@@ -5,7 +5,6 @@ Ragged numpy arrays, no padding. Shape legend: `T` tokens of a sample or of a pa
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -97,54 +96,55 @@ class TrainBatch:
     finishes the advantages. None where the advantages of the micro-batches are final."""
     excluded: Mapping[str, int] = field(default_factory=dict[str, int])
     """Reason -> number of trajectories that are not in the batch."""
-    packing_efficiency: float = 1.0
-    """Tokens of an average rank over those of the fullest: 1 is perfect balance."""
+    balance_frac: float = 1.0
+    """As `balance_frac` of its plan: 1 where no rank waits for another."""
 
 
-def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Balances samples over ranks by token count, then packs each rank's samples into micro-batches.
+def plan_micro_batches(
+    lengths: Sequence[int], *, num_ranks: int, max_tokens: int, costs: Sequence[float] | None = None
+) -> list[list[list[int]]]:
+    """Sample indices of each rank's micro-batches: as few as possible, and each of about the same cost.
 
-    Micro-batches hold at most `max_tokens`; a sample longer than that gets one to itself. There are as few as possible,
-    and a rank spreads its samples evenly over them, longest first, so that the k-th micro-batches of all ranks (which
-    wait for each other) take about the same time. Raises ValueError if `num_ranks` or `max_tokens` is below 1, or
-    a sample has no tokens.
-    """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens per micro-batch must be >= 1, got {max_tokens}; set it to at least one sequence")
-    ranks = balance(lengths, num_ranks=num_ranks)
-    packed = [first_fit_decreasing(lengths, members, max_tokens=max_tokens) for members in ranks]
-    num_micro_batches = max(1, *(len(bins) for bins in packed))
+    A micro-batch holds at most `max_tokens`; a sample longer than that gets one to itself. Samples go to the cheapest
+    micro-batch of all ranks, the most expensive ones first (LPT, Graham 1969). Ranks wait for each other in each of
+    their micro-batches, so the k-th ones of all ranks are neighbours by cost: in a whole step a rank waits at most for
+    the difference between the most and the least expensive one.
 
-    def total(members: Sequence[int]) -> int:
-        return sum(lengths[i] for i in members)
+    Args:
+        lengths: tokens of each sample, >= 1.
+        costs: of each sample, > 0, in any unit; None: its tokens.
 
-    plan: list[list[list[int]]] = []
-    for members, bins in zip(ranks, packed, strict=True):
-        even = _spread(lengths, members, num_bins=num_micro_batches)
-        chosen = even if all(total(b) <= max_tokens or len(b) == 1 for b in even) else bins
-        chosen = sorted((sorted(b) for b in chosen if b), key=lambda b: (-total(b), b))
-        plan.append(chosen + [[] for _ in range(num_micro_batches - len(chosen))])
-    return plan
-
-
-def balance(lengths: Sequence[int], *, num_ranks: int) -> list[list[int]]:
-    """Sample indices of each rank, longest sample first to the rank with the fewest tokens so far (LPT, Graham 1969).
-
-    The most and the least loaded rank differ by at most the longest sample, and the most loaded one is at most 4/3 of
-    the optimum. Raises ValueError if `num_ranks` is below 1, or a sample has no tokens.
+    Raises:
+        ValueError: `num_ranks` or `max_tokens` is below 1, or a sample has no tokens.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be >= 1, got {num_ranks}")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens per micro-batch must be >= 1, got {max_tokens}; set it to at least one sequence")
     if lengths and min(lengths) < 1:
         raise ValueError(f"every sample needs at least one token, got a length of {min(lengths)}")
-    return _spread(lengths, range(len(lengths)), num_bins=num_ranks)
+    costs = lengths if costs is None else costs
+    fewest = first_fit_decreasing(lengths, max_tokens=max_tokens)
+    num_bins = max(1, -(-len(fewest) // num_ranks)) * num_ranks
+    bins = _even(lengths, costs, num_bins=num_bins, max_tokens=max_tokens) or fewest
+    bins = sorted((sorted(b) for b in bins if b), key=lambda b: (-sum(costs[i] for i in b), b))
+    bins += [[] for _ in range(num_bins - len(bins))]
+    return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def first_fit_decreasing(lengths: Sequence[int], members: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+def balance_frac(plan: Sequence[Sequence[Sequence[int]]], costs: Sequence[float]) -> float:
+    """Cost of all samples over that of `plan` as if each micro-batch took as long as the most expensive one beside it:
+    1 where no rank waits for another."""
+    totals = [[sum(costs[i] for i in members) for members in rank] for rank in plan]
+    slowest = sum(map(max, zip(*totals, strict=True)))
+    return sum(map(sum, totals)) / (len(plan) * slowest) if slowest else 1.0
+
+
+def first_fit_decreasing(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     """Bins of at most `max_tokens` (Johnson 1973: at most 11/9 of the fewest, plus one). Longer samples are alone."""
     bins: list[list[int]] = []
     free: list[int] = []
-    for index in _longest_first(lengths, members):
+    for index in _largest_first(lengths):
         length = lengths[index]
         slot = next((b for b, room in enumerate(free) if room >= length), len(bins))
         if slot == len(bins):
@@ -155,15 +155,20 @@ def first_fit_decreasing(lengths: Sequence[int], members: Sequence[int], *, max_
     return bins
 
 
-def _spread(lengths: Sequence[int], members: Sequence[int], *, num_bins: int) -> list[list[int]]:
+def _even(lengths: Sequence[int], costs: Sequence[float], *, num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Each sample in the cheapest bin that has room for it; None if there is none for one of them."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [(0, b) for b in range(num_bins)]
-    for index in _longest_first(lengths, members):
-        load, b = loads[0]
-        bins[b].append(index)
-        heapq.heapreplace(loads, (load + lengths[index], b))
+    tokens, loads = [0] * num_bins, [0.0] * num_bins
+    for index in _largest_first(costs):
+        open_bins = [b for b in range(num_bins) if not bins[b] or tokens[b] + lengths[index] <= max_tokens]
+        if not open_bins:
+            return None
+        cheapest = min(open_bins, key=lambda b: loads[b])
+        bins[cheapest].append(index)
+        tokens[cheapest] += lengths[index]
+        loads[cheapest] += costs[index]
     return bins
 
 
-def _longest_first(lengths: Sequence[int], members: Sequence[int]) -> list[int]:
-    return sorted(members, key=lambda i: (-lengths[i], i))
+def _largest_first(sizes: Sequence[float]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))

@@ -15,10 +15,10 @@ from rollout.reward.builtin import overlong_penalty
 from trainer.algorithms.advantages import GroupRewards, reward_to_go, step_advantages
 from trainer.algorithms.token_weights import loss_weights, select_tokens, tie_break_draws, token_covariances
 from trainer.config.algorithm import loss_traits, traits_of
-from trainer.data.batch import MicroBatch, Sample, TrainBatch, plan_micro_batches
+from trainer.data.batch import MicroBatch, Sample, TrainBatch, balance_frac, plan_micro_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rollout.types import Group, Trajectory
     from trainer.config.algorithm import AlgorithmConfig
@@ -49,19 +49,21 @@ def build_train_batch(
     num_ranks: int,
     max_tokens_per_micro_batch: int,
     max_response_tokens: int,
+    cost: Callable[[int, int], float] | None = None,
 ) -> TrainBatch:
     """Advantages, loss weights and micro-batches for one optimizer step, of all its groups. Raises as `build_samples`.
 
     Loss weights come from the counts of the whole step, before anything is split, so the loss does not depend on the
     number of ranks or micro-batches. A step whose every trajectory is left out has one empty micro-batch per rank.
-    `max_response_tokens` is the limit of the rollouts; overlong shaping counts back from it.
+    `max_response_tokens` is the limit of the rollouts; overlong shaping counts back from it. `cost` is what ranks and
+    micro-batches are balanced by: (tokens, loss tokens) of a sample -> operations; None: its tokens.
     """
     samples, group_rewards, excluded = build_samples(
         groups, algorithm=algorithm, max_response_tokens=max_response_tokens
     )
     lengths = [s.num_tokens for s in samples]
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens_per_micro_batch)
-    fullest = max(sum(lengths[i] for members in rank for i in members) for rank in plan)
+    costs = [float(s.num_tokens) if cost is None else cost(s.num_tokens, s.num_loss_tokens) for s in samples]
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens_per_micro_batch, costs=costs)
     norm = max_response_tokens if algorithm.loss_norm_tokens is None else algorithm.loss_norm_tokens
     weights = _weights(samples, algorithm, norm)
     selected = _selected(samples, step, algorithm)
@@ -94,7 +96,7 @@ def build_train_batch(
         num_loss_tokens=sum(s.num_loss_tokens for s in samples),
         group_rewards=group_rewards if algorithm.finishes_on_ranks else None,
         excluded=excluded,
-        packing_efficiency=sum(lengths) / (len(plan) * fullest) if samples else 1.0,
+        balance_frac=balance_frac(plan, costs),
     )
 
 

@@ -83,7 +83,7 @@ class StepMetrics:
             "learner/num_samples": batch.num_samples,
             "learner/num_sequences": batch.num_sequences,
             "learner/num_micro_batches": len(batch.micro_batches[0]),
-            "learner/imbalance": 1 / batch.packing_efficiency,
+            "learner/imbalance": 1 / batch.balance_frac,
             "perf/step_s": step_s,
             "perf/rollout_tokens_per_s": generated / step_s,
             "perf/train_tokens_per_s": batch.num_tokens / learner_s,

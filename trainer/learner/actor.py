@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainer.algorithms.advantages import GroupRewards
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
+    from trainer.learner.flops import ModelFlops
     from trainer.learner.lora import PublishedShards
     from trainer.learner.policy import PolicyTrainer
     from trainer.learner.step_stats import StepResult
@@ -81,6 +82,8 @@ class SetupReport:
     """Of each stage, in order."""
     warnings: tuple[str, ...]
     """For the driver's log; that of this process is deleted at a clean shutdown."""
+    flops: ModelFlops | None
+    """Of the policy; None where its shapes are not enough to know."""
 
 
 class LearnerActor:
@@ -117,7 +120,11 @@ class LearnerActor:
         the device itself, ModelError if the model cannot be trained."""
         with captured_warnings() as records:
             seconds = self._set_up(address)
-        return SetupReport(seconds=seconds, warnings=tuple(record.getMessage() for record in records))
+        return SetupReport(
+            seconds=seconds,
+            warnings=tuple(record.getMessage() for record in records),
+            flops=self._parts.learner.flops,
+        )
 
     def _set_up(self, address: Address) -> dict[str, float]:
         """Returns the seconds of each stage, in order."""

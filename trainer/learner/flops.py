@@ -55,6 +55,9 @@ class ModelFlops:
             + self.per_squared_length * squared_lengths
         )
 
+    def of_sequence(self, num_tokens: int, num_loss_tokens: int) -> float:
+        return self.of(num_tokens=num_tokens, num_loss_tokens=num_loss_tokens, squared_lengths=float(num_tokens) ** 2)
+
     def of_batches(self, batches: Iterable[MicroBatch]) -> float:
         """Of packed micro-batches; those without a loss token do not count."""
         trained = [batch for batch in batches if batch.loss_mask.any()]

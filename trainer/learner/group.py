@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from trainer.data.batch import TrainBatch
     from trainer.learner.actor import OffloadReport, SetupReport
+    from trainer.learner.flops import ModelFlops
     from trainer.learner.step_stats import StepResult
 
 OWN_ERRORS = (ModelError, CheckpointError, TrainingDiverged, DeviceError)
@@ -74,6 +75,8 @@ class LearnerGroup:
         """`actors[rank]` are handles from `learner_actor()`; `timeout_s` is the deadline of every call."""
         self.ranks = tuple(RankHandle(actor, rank=rank) for rank, actor in enumerate(actors))
         """For callers that talk to single ranks: weight sync needs no collective."""
+        self.flops: ModelFlops | None = None
+        """Of the policy, from `setup` on; None where its shapes are not enough to know."""
         self._timeout_s = timeout_s
         self._has_failed = False
 
@@ -85,7 +88,9 @@ class LearnerGroup:
     async def setup(self) -> list[SetupReport]:
         """Ranks meet at rank 0's address and build their models. As `LearnerActor.setup`, of every rank."""
         (address,) = await self._gather("node_address", [()])
-        return await self._all("setup", address)
+        reports: list[SetupReport] = await self._all("setup", address)
+        self.flops = reports[0].flops
+        return reports
 
     async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:
         """One optimizer step on policy `version`. A rank fetches only its own micro-batches from the object store.

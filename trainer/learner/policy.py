@@ -65,7 +65,8 @@ class PolicyTrainer:
         frozen = [] if self._reference is None else self._reference.parameters()
         self.offload = CpuOffload((*self._built.policy.parameters(), *frozen, *trained), backend=backend)
         """What takes device memory between two steps: weights, moments, a critic's, the reference."""
-        self._model_flops = model_flops(self.model)
+        self.flops = model_flops(self.model)
+        """None where the model's shapes are not enough to know."""
         self._peak_flops = peak_flops(
             backend.device_name(), compute_dtype=cfg.model.compute_dtype, given_tflops=cfg.device.peak_tflops
         )
@@ -157,7 +158,7 @@ class PolicyTrainer:
             metrics=metrics,
             is_policy_changed=trains_policy and not is_skipped,
             seconds=timer.seconds(),
-            model_flops=self._model_flops.of_batches(micro_batches) if self._model_flops and trains_policy else None,
+            model_flops=self.flops.of_batches(micro_batches) if self.flops and trains_policy else None,
             peak_flops=self._peak_flops,
         )
 

@@ -107,8 +107,9 @@ def test_a_step_has_the_same_content_on_every_split(
     assert content(split) == content(whole)
     assert len({len(rank) for rank in split.micro_batches}) == 1
     assert split.num_samples + sum(split.excluded.values()) == sum(len(g.trajectories) for g in groups)
-    tokens = [sum(len(m.token_ids) for m in rank if m.loss_mask.any()) for rank in split.micro_batches]
-    assert split.packing_efficiency == pytest.approx(sum(tokens) / len(tokens) / max(tokens) if any(tokens) else 1)
+    tokens = [[len(m.token_ids) if m.loss_mask.any() else 0 for m in rank] for rank in split.micro_batches]
+    slowest = sum(map(max, zip(*tokens, strict=True)))
+    assert split.balance_frac == pytest.approx(split.num_tokens / num_ranks / slowest if slowest else 1)
 
 
 def test_packed_sequences_keep_their_boundaries() -> None:
