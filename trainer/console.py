@@ -16,6 +16,7 @@ TOOLS = {
     "advise": "trainer.tools.advise",
     "bench": "trainer.tools.bench",
     "check": "trainer.tools.check_plugin",
+    "doctor": "trainer.tools.doctor",
     "export": "trainer.tools.export",
     "view": "trainer.tools.view",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from weight_sync.errors import DeviceError
@@ -98,6 +99,8 @@ class Backend(ABC):
     """Another variable that the driver reads too. Where both are set they must say the same."""
     collective: str
     """torch.distributed backend for the learner."""
+    version_files: tuple[str, ...] = ()
+    """Where driver and runtime say their version: patterns of paths below `/`."""
 
     @abstractmethod
     def is_available(self) -> bool:
@@ -257,6 +260,11 @@ class Backend(ABC):
     def device_name(self) -> str:
         """What the vendor calls the current device ("NVIDIA H200"); empty if there is no vendor to ask."""
         return ""
+
+    def versions(self) -> list[str]:
+        """Of driver and runtime, as their files say it: "path: first line"."""
+        found = sorted(path for pattern in self.version_files for path in Path("/").glob(pattern))
+        return [f"{path}: {path.read_text(errors='replace').strip().partition(chr(10))[0]}" for path in found]
 
     def release_cached(self) -> None:
         """Give device memory that torch caches but does not use back to the driver, for other processes."""

@@ -25,6 +25,7 @@ class CudaBackend(CudaLikeBackend):
     name = "cuda"
     visible_devices_var = "CUDA_VISIBLE_DEVICES"
     _call_prefix = "cuda"
+    version_files = ("proc/driver/nvidia/version",)
     _ipc_hint = (
         "both processes must run on the same host, as the same user, with devices that can reach each other (check "
         "`nvidia-smi topo -p2p r`), and containers must share the host's IPC and process-id namespaces"

@@ -57,10 +57,15 @@ def relevant_env(environ: Mapping[str, str]) -> dict[str, str]:
     """Those that change how a process computes or communicates, by name: for a record of a run. `HIDDEN` stands for
     values that may be secret."""
     return {
-        name: HIDDEN if SECRET.search(name.upper()) or CARRIES_SECRET.search(environ[name]) else environ[name]
+        name: HIDDEN if hides_value(name, environ[name]) else environ[name]
         for name in sorted(environ)
         if name.startswith(RELEVANT)
     }
+
+
+def hides_value(name: str, value: str) -> bool:
+    """Whether a variable may hold a secret: a name like a key's, or a value with a user or JSON in it."""
+    return bool(SECRET.search(name.upper()) or CARRIES_SECRET.search(value))
 
 
 def is_true(value: str | None) -> bool:

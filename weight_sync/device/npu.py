@@ -38,6 +38,7 @@ class NpuBackend(AcceleratorBackend):
     ray_resource = "NPU"
     visible_devices_var = "ASCEND_RT_VISIBLE_DEVICES"
     collective = "cpu:gloo,npu:hccl"
+    version_files = ("usr/local/Ascend/driver/version.info", "usr/local/Ascend/ascend-toolkit/latest/version.cfg")
     _ipc_hint = (
         "driver, firmware and CANN must support memory sharing between processes (CANN 8.3 or later), and both "
         "processes must run on the same host as the same user"

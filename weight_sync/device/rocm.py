@@ -33,6 +33,7 @@ class RocmBackend(CudaLikeBackend):
     ray_shows_devices = False  # it must not, see `process_env`
     visible_devices_alias = "CUDA_VISIBLE_DEVICES"
     _call_prefix = "hip"
+    version_files = ("sys/module/amdgpu/version", "opt/rocm*/.info/version")
     _ipc_hint = (
         "a HIP handle carries the exporter's device ordinal, so every process must see all devices of the host "
         "(HIP_VISIBLE_DEVICES with its own device first), run as the same user and share /dev/kfd and /dev/dri"
