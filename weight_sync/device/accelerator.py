@@ -24,7 +24,7 @@ from weight_sync.device.base import (
 )
 from weight_sync.device.collectives import nccl_group
 from weight_sync.device.cpu import SharedBlock
-from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError
+from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError, OutOfDeviceMemory
 from weight_sync.device.environment import EnvVar, is_true, missing_variables
 from weight_sync.device.fused import FusedKernels
 from weight_sync.device.process import describe_self, is_self, require_alive
@@ -39,75 +39,6 @@ if TYPE_CHECKING:
     from weight_sync.device.collectives import PairGroup
 
 
-class DriverBlock(PersistentBlock):
-    """See `PersistentBlock`. Made by `AcceleratorBackend` only."""
-
-    def __init__(
-        self,
-        driver: Driver,
-        binding: TorchBinding,
-        tensor: torch.Tensor,
-        *,
-        pointer: int,
-        device_index: int,
-        imported: bytes | None = None,
-        on_refused: Callable[[DriverBlock], None],
-    ) -> None:
-        super().__init__(tensor)
-        self.pointer = pointer
-        self.device_index = device_index
-        self.imported = imported
-        """The handle it was opened from; None for the owner."""
-        self.exported: bytes | None = None
-        """The handle it was exported as."""
-        self._driver = driver
-        self._binding = binding
-        self._on_refused = on_refused
-        self._to_undo: list[Callable[[], None]] = []
-        """What a close has still to do; empty while the block is open."""
-
-    def close(self) -> None:
-        """See `PersistentBlock`. What fails does not keep the rest from being tried, and another call tries it again.
-
-        Raises:
-            DeviceError: the first call that the driver refused; `on_refused` has the block then.
-            RuntimeError: torch could not wait for its work on the device; likewise.
-        """
-        if self._tensor is not None:
-            self._tensor = None
-            self._to_undo = self._undoing()
-        if not self._to_undo:
-            return
-        try:
-            self._undo()
-        except (DeviceError, RuntimeError):
-            self._on_refused(self)
-            raise
-
-    def _undo(self) -> None:
-        self._driver.set_device(self.device_index)
-        # A copy that still runs, or that torch has not launched yet, must not find its memory unmapped.
-        self._binding.flush(self.device_index)
-        self._driver.device_synchronize()
-        left: list[Callable[[], None]] = []
-        errors: list[DeviceError] = []
-        for undo in self._to_undo:
-            try:
-                undo()
-            except DeviceError as error:
-                left.append(undo)
-                errors.append(error)
-        self._to_undo = left
-        if errors:
-            raise errors[0]
-
-    def _undoing(self) -> list[Callable[[], None]]:
-        if self.imported is not None:
-            return [partial(self._driver.ipc_close, self.pointer, self.imported)]
-        free = partial(self._driver.free, self.pointer)
-        return [free] if self.exported is None else [partial(self._driver.ipc_unexport, self.exported), free]
-
-
 log = logging.getLogger(__name__)
 
 ENGINE_SPAWNS = EnvVar(
@@ -119,6 +50,44 @@ ENGINE_SPAWNS = EnvVar(
 
 _GRANULE = 2 * 1024 * 1024
 """Allocations are rounded up to this: drivers cut smaller ones out of a shared page, and IPC shares whole pages."""
+
+
+class DriverBlock(PersistentBlock):
+    """Memory of a driver's. Made by `AcceleratorBackend` only."""
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        release: Callable[[], None],
+        *,
+        pointer: int,
+        device_index: int,
+        is_imported: bool,
+        backend: AcceleratorBackend,
+    ) -> None:
+        super().__init__(tensor, release)
+        self.pointer = pointer
+        self.device_index = device_index
+        self.is_imported = is_imported
+        self.exported: bytes | None = None
+        """The handle it was exported as."""
+        self._backend = backend
+
+    def close(self) -> None:
+        """See `PersistentBlock`.
+
+        Raises:
+            RuntimeError: torch could not wait for its work on the device. As after a DeviceError, it is tried again.
+        """
+        self._tensor = None
+        if self._to_release:
+            try:
+                # A copy that still runs, or that torch has not launched yet, must not find its memory unmapped.
+                self._backend.synchronize_device(self.device_index)
+                super().close()
+            except (DeviceError, RuntimeError):
+                self._backend.refused.append(self)
+                raise
 
 
 class AcceleratorStream:
@@ -153,8 +122,9 @@ class AcceleratorBackend(Backend):
         self._pinned_index: int | None = None
         self._idle_streams: defaultdict[int, deque[Any]] = defaultdict(deque)
         """By device: torch's objects of streams that are not in use."""
-        self._refused: deque[DriverBlock] = deque()
-        """Closed, but the driver did not take them back: another process mapped them still, say."""
+        self.refused: deque[DriverBlock] = deque()
+        """Closed, but the driver did not take them back (another process mapped them still, say): tried again before
+        the next block, because nobody else holds them any longer."""
         self._pinned: dict[int, torch.Tensor] = {}
         """By address: host memory that the driver has registered, which therefore must stay mapped."""
         self._has_refused_to_pin = False
@@ -194,7 +164,7 @@ class AcceleratorBackend(Backend):
         return self._driver.device_count()
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(ipc=True, streams=True, sleep_mode=True, graphs=True, engine_forks=True)
+        return Capabilities(ipc=True, sleep_mode=True, engine_forks=True)
 
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         problems = missing_variables(self.process_env(role), environ)
@@ -239,21 +209,17 @@ class AcceleratorBackend(Backend):
         try:
             try:
                 pointer = self._driver.malloc(rounded)
-            except DriverCallError as error:
-                if not error.out_of_memory:
-                    raise
+            except OutOfDeviceMemory:
                 # torch may sit on memory it does not use at the moment.
                 self._binding.release_cached()
                 pointer = self._driver.malloc(rounded)
-        except DriverCallError as error:
-            if not error.out_of_memory:
-                raise
+        except OutOfDeviceMemory as error:
             free, total = self._driver.memory_info()
             raise DeviceError(
                 f"{self.name} device {index}: cannot allocate a persistent block of {nbytes} bytes: {free} of {total} "
                 "bytes are free; lower rollout.gpu_memory_utilization or weight_sync.num_slots, or use more devices"
             ) from error
-        return self._block(pointer, nbytes, index)
+        return self._block(pointer, nbytes, index, partial(self._driver.free, pointer), imported=False)
 
     def ipc_export(self, block: PersistentBlock) -> IpcHandle:
         if isinstance(block, torch.Tensor):
@@ -264,12 +230,13 @@ class AcceleratorBackend(Backend):
             )
         if not isinstance(block, DriverBlock):
             raise DeviceError(f"only blocks from alloc_persistent can be exported, got {type(block).__name__}")
-        if block.is_closed or block.imported is not None:
+        if block.is_closed or block.is_imported:
             raise DeviceError("only an open block can be exported, and only by the process that allocated it")
         if block.exported is None:
             self._driver.set_device(block.device_index)
             rounded = -(-block.nbytes // _GRANULE) * _GRANULE
             block.exported = self._driver.ipc_export(block.pointer, rounded)
+            block.release_first(partial(self._driver.ipc_unexport, block.exported))
         return IpcHandle(
             backend=self.name,
             nbytes=block.nbytes,
@@ -293,39 +260,32 @@ class AcceleratorBackend(Backend):
                 f"{self.name} device {index} cannot open the block of process {handle.attributes.get('pid', '?')} "
                 f"(its device {handle.device_index}): {error}; {self._ipc_hint}"
             ) from error
-        return self._block(pointer, handle.nbytes, index, imported=handle.payload)
+        release = partial(self._driver.ipc_close, pointer, handle.payload)
+        return self._block(pointer, handle.nbytes, index, release, imported=True)
 
-    def _block(self, pointer: int, nbytes: int, index: int, *, imported: bytes | None = None) -> DriverBlock:
-        """The block at `pointer`; `imported` is the handle it was opened from.
+    def _block(
+        self, pointer: int, nbytes: int, index: int, release: Callable[[], None], *, imported: bool
+    ) -> DriverBlock:
+        """The block at `pointer`.
 
         Raises:
-            DeviceError: torch cannot view it, whatever torch's own error is (no memory is one). It was given back.
+            DeviceError: torch cannot view it, whatever torch's own error is (no memory is one). It was released.
         """
         try:
             tensor = self._binding.tensor_at(pointer, nbytes, index)
         except (DeviceError, RuntimeError) as error:
-            if imported is None:
-                self._driver.free(pointer)
-            else:
-                self._driver.ipc_close(pointer, imported)
+            release()
             raise DeviceError(
                 f"{self.name} device {index}: torch cannot view {nbytes} bytes of the driver's memory: {error}"
             ) from error
         return DriverBlock(
-            self._driver,
-            self._binding,
-            tensor,
-            pointer=pointer,
-            device_index=index,
-            imported=imported,
-            on_refused=self._refused.append,
-        )
+            tensor, release, pointer=pointer, device_index=index, is_imported=imported, backend=self
+        )  # fmt: skip
 
     def _close_refused(self) -> None:
-        """Try again: the callers that closed them hold them no longer."""
-        for _ in range(len(self._refused)):
+        for _ in range(len(self.refused)):
             with suppress(DeviceError, RuntimeError, IndexError):  # those that are refused again are there again
-                self._refused.popleft().close()
+                self.refused.popleft().close()
 
     def pin(self, block: PersistentBlock) -> None:
         assert isinstance(block, SharedBlock)
@@ -341,7 +301,7 @@ class AcceleratorBackend(Backend):
             self._has_refused_to_pin = True
         else:
             self._pinned[address] = block.tensor
-            block.before_unmap(partial(self._unpin, address))
+            block.release_first(partial(self._unpin, address))
 
     def _unpin(self, address: int) -> None:
         try:
@@ -362,7 +322,8 @@ class AcceleratorBackend(Backend):
             return
         self._enter()
         address = self._binding.current_stream() if stream is None else _require_stream(stream).address
-        self._driver.copy_async(dst.data_ptr(), src.data_ptr(), nbytes, kind=_copy_kind(dst, src), stream=address)
+        kind = _COPY_KINDS[self._binding.is_host(dst), self._binding.is_host(src)]
+        self._driver.copy_async(dst.data_ptr(), src.data_ptr(), nbytes, kind=kind, stream=address)
 
     def new_stream(self) -> AcceleratorStream:
         index = self._enter()
@@ -377,10 +338,15 @@ class AcceleratorBackend(Backend):
     def synchronize(self, stream: Any | None = None) -> None:
         index = self._enter()
         if stream is None:
-            self._binding.flush(index)
-            self._driver.device_synchronize()
+            self.synchronize_device(index)
         else:
             self._driver.stream_synchronize(self._binding.address_of(_require_stream(stream).in_torch))
+
+    def synchronize_device(self, index: int) -> None:
+        """Wait for device `index`, and for what torch has not yet asked it for."""
+        self._driver.set_device(index)
+        self._binding.flush(index)
+        self._driver.device_synchronize()
 
     def synchronize_current(self) -> None:
         self._enter()
@@ -461,16 +427,13 @@ class CudaLikeBackend(AcceleratorBackend):
         return nccl_group(store, rank=rank, timeout_s=timeout_s, device=device)
 
 
-def _copy_kind(dst: torch.Tensor, src: torch.Tensor) -> CopyKind:
-    match (dst.device.type == "cpu", src.device.type == "cpu"):
-        case (True, True):
-            return CopyKind.HOST_TO_HOST
-        case (True, False):
-            return CopyKind.DEVICE_TO_HOST
-        case (False, True):
-            return CopyKind.HOST_TO_DEVICE
-        case _:
-            return CopyKind.DEVICE_TO_DEVICE
+_COPY_KINDS = {
+    (True, True): CopyKind.HOST_TO_HOST,
+    (True, False): CopyKind.DEVICE_TO_HOST,
+    (False, True): CopyKind.HOST_TO_DEVICE,
+    (False, False): CopyKind.DEVICE_TO_DEVICE,
+}
+"""By whether the destination and the source are host memory."""
 
 
 def _require_stream(stream: Any) -> AcceleratorStream:

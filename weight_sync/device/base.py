@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -34,12 +34,8 @@ class Capabilities:
 
     ipc: bool
     """Another process of this host can map a persistent block without a copy."""
-    streams: bool
-    """Copies can run beside compute."""
     sleep_mode: bool
     """vLLM can give its device memory back and take it again."""
-    graphs: bool
-    """The engine captures device graphs, so parameter addresses must never change."""
     engine_forks: bool
     """To import vLLM touches no device here, so a process that has done no more may be forked into an engine."""
 
@@ -56,12 +52,14 @@ class IpcHandle:
     attributes: dict[str, str] = field(default_factory=dict)
 
 
-class PersistentBlock(ABC):
+class PersistentBlock:
     """One raw driver allocation, seen as a torch tensor. Never moves; torch's caching allocator does not own it."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, release: Callable[[], None]) -> None:
+        """`release` frees the memory (owner) or unmaps it (importer)."""
         self.nbytes = tensor.numel()
         self._tensor: torch.Tensor | None = tensor
+        self._to_release = [release]
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -74,13 +72,30 @@ class PersistentBlock(ABC):
     def is_closed(self) -> bool:
         return self._tensor is None
 
-    @abstractmethod
+    def release_first(self, release: Callable[[], None]) -> None:
+        """Have `release` called by `close`, before what it calls so far."""
+        self._to_release.insert(0, release)
+
     def close(self) -> None:
         """Free (owner) or unmap (importer). Idempotent. Views of `tensor` are invalid afterwards.
 
+        What fails keeps nothing else from being released, and is tried again by the next call.
+
         Raises:
-            DeviceError: the driver refused; the backend tries again before its next block.
+            DeviceError: the first that failed; the backend tries it again too, before its next block.
         """
+        self._tensor = None
+        left: list[Callable[[], None]] = []
+        errors: list[DeviceError] = []
+        for release in self._to_release:
+            try:
+                release()
+            except DeviceError as error:
+                left.append(release)
+                errors.append(error)
+        self._to_release = left
+        if errors:
+            raise errors[0]
 
 
 class Backend(ABC):

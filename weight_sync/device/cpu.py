@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,8 +32,6 @@ from weight_sync.device.process import describe_self, require_alive
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.distributed_c10d import Store
 
 _PAYLOAD = struct.Struct("<qqQQ")
@@ -41,27 +40,16 @@ _MEMFD_NAME = "tandem-block"
 
 
 class SharedBlock(PersistentBlock):
-    """A mapped memfd. After `close`, views that still live stay readable and keep the pages until they are gone."""
+    """A mapped memfd. After `close`, views that still live stay readable and keep the pages until they are gone.
+
+    Every tensor holds a reference to the mapping (though no buffer of it), so the last one unmaps it: to unmap it under
+    a view would crash the process at the next access.
+    """
 
     def __init__(self, fd: int, nbytes: int, *, owned: bool) -> None:
-        super().__init__(torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8))
+        super().__init__(torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8), partial(os.close, fd))
         self.owned = owned
         self.fd = fd
-        self._before_unmap: list[Callable[[], None]] = []
-
-    def before_unmap(self, undo: Callable[[], None]) -> None:
-        """Have `undo` called by `close`, while the memory is still mapped."""
-        self._before_unmap.append(undo)
-
-    def close(self) -> None:
-        if self._tensor is None:
-            return
-        for undo in self._before_unmap:
-            undo()
-        # A view may still point into the mapping, and unmapping it under the view would crash the process on the next
-        # access. Every tensor holds a reference to the mapping (though no buffer of it), so the last one unmaps it.
-        self._tensor = None
-        os.close(self.fd)
 
 
 class CpuBackend(Backend):
@@ -86,7 +74,7 @@ class CpuBackend(Backend):
         return 1024
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(ipc=True, streams=False, sleep_mode=False, graphs=False, engine_forks=True)
+        return Capabilities(ipc=True, sleep_mode=False, engine_forks=True)
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         if role == "driver":

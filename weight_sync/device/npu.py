@@ -57,7 +57,7 @@ class NpuBackend(AcceleratorBackend):
     def capabilities(self) -> Capabilities:
         # A driver without the library may head a cluster of others: it asks for what does not depend on it.
         ipc = self.is_available() and isinstance(self._driver, AclDriver) and self._driver.supports_ipc()
-        return Capabilities(ipc=ipc, streams=True, sleep_mode=True, graphs=True, engine_forks=False)
+        return Capabilities(ipc=ipc, sleep_mode=True, engine_forks=False)
 
     def _open_kernels(self, device: torch.device) -> FusedKernels | str:
         # A wrong access stops the device for the whole process, so this is not tried out.

@@ -48,7 +48,7 @@ class RocmBackend(CudaLikeBackend):
     def capabilities(self) -> Capabilities:
         # A driver whose torch is for something else does not know what its nodes have.
         sleeps = torch.version.hip is None or _version(torch.version.hip) >= _SLEEP_MODE_SINCE
-        return Capabilities(ipc=True, streams=True, sleep_mode=sleeps, graphs=True, engine_forks=False)
+        return Capabilities(ipc=True, sleep_mode=sleeps, engine_forks=False)
 
     def visible_devices(self, own: tuple[int, ...], num_devices: int) -> str:
         """All devices, own ones first: a HIP IPC handle names the exporter's device, which must be visible."""

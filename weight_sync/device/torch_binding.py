@@ -37,6 +37,10 @@ class TorchBinding(ABC):
         """torch's device in this thread, with its context created."""
         return self._runtime().current_device()
 
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in host memory."""
+        return tensor.device.type == "cpu"
+
     @abstractmethod
     def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
         """uint8[nbytes] over memory that stays the driver's."""

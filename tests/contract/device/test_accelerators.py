@@ -89,6 +89,7 @@ def test_closing_waits_for_copies_in_flight(accelerator: Harness) -> None:
 
 CLOSINGS = {
     "unmapped": (("IpcCloseMemHandle", "aclrtIpcMemClose"), "closes", lambda h: h.backend.ipc_open(h.handle())),
+    "freed": (("Free", "aclrtFree"), "frees", lambda h: h.backend.alloc_persistent(100)),
     "waited for": (("DeviceSynchronize", "aclrtSynchronizeDevice"), "frees", lambda h: h.backend.alloc_persistent(100)),
 }
 
@@ -103,31 +104,11 @@ def test_a_block_that_could_not_be_closed_keeps_its_memory_and_is_closed_later_o
     with pytest.raises(DeviceError, match=f"{name} failed with 999"):
         block.close()
     assert accelerator.counter(counter) == 0
-    for _ in range(2):
-        block.close()
-    assert accelerator.counter(counter) == 1
-
-
-def test_a_block_that_could_not_be_freed_is_gone_and_can_be_closed_again(
-    accelerator: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend: Any = accelerator.backend
-    block = backend.alloc_persistent(100)
-    free, refusals = backend._driver.free, [DeviceError("cudaFree failed with 999")]
-
-    def refuse_once(pointer: int) -> None:
-        if refusals:
-            raise refusals.pop()
-        free(pointer)
-
-    monkeypatch.setattr(backend._driver, "free", refuse_once)
-    with pytest.raises(DeviceError, match="failed with 999"):
-        block.close()
     with pytest.raises(DeviceError, match="this persistent block is closed"):
         _ = block.tensor
     for _ in range(2):
         block.close()
-    assert accelerator.counters("frees", "used") == (1, 0)
+    assert accelerator.counter(counter) == 1
 
 
 def test_a_handle_that_cannot_be_withdrawn_does_not_keep_the_memory(libraries: dict[str, str]) -> None:
@@ -152,7 +133,7 @@ def test_copies_of_host_memory_are_host_to_host_and_an_empty_one_does_not_reach_
     accelerator.backend.copy_async(torch.zeros(0), torch.zeros(0))
     assert accelerator.counter("copies") == 0
     accelerator.backend.copy_async(torch.zeros(4), torch.ones(4))
-    assert accelerator.counters("copies", "last_kind") == (1, 0)
+    assert accelerator.counters("copies", "last_kind") == (accelerator.name != "npu", 0), "ACL has no such copies"
 
 
 def test_use_stream_hands_the_drivers_stream_to_torch(accelerator: Harness) -> None:

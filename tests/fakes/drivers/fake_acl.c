@@ -27,7 +27,7 @@ int aclrtMalloc(void **pointer, size_t size, int policy) {
   GUARD("aclrtMalloc");
   return done("aclrtMalloc", policy == 0 ? fake_malloc(pointer, size) : FAKE_INVALID);
 }
-int aclrtFree(void *pointer) { return done("aclrtFree", fake_release(pointer, 0)); }
+int aclrtFree(void *pointer) { GUARD("aclrtFree"); return done("aclrtFree", fake_release(pointer, 0)); }
 int aclrtGetMemInfo(int attribute, size_t *available, size_t *total) {
   *available = fake_total - fake_used;
   *total = fake_total;
@@ -76,10 +76,33 @@ int aclrtIpcMemClose(const char *key) {
       return done("aclrtIpcMemClose", fake_release(fake_blocks[i].pointer, 1));
   return done("aclrtIpcMemClose", FAKE_INVALID);
 }
+/* Copies of host memory that is not pinned are refused, which the real one carries out wrongly. */
+static int is_there(const void *pointer, size_t size, int on_device) {
+  return on_device ? fake_owns(pointer, size) : fake_host_of(pointer, size) != NULL;
+}
 int aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t size, int kind, void *stream) {
   GUARD("aclrtMemcpyAsync");
   (void)stream;
-  return done("aclrtMemcpyAsync", room >= size ? fake_copy(dst, src, size, kind) : FAKE_INVALID);
+  int is_right = is_there(dst, size, kind & 1) && is_there(src, size, kind & 2); /* host to host is not supported */
+  return done("aclrtMemcpyAsync", room >= size && kind && is_right ? fake_copy(dst, src, size, kind) : FAKE_INVALID);
+}
+/* Lives as long as the process. */
+static int fake_malloc_host(void **pointer, size_t size) {
+  for (int i = 0; i < FAKE_MAX_BLOCKS; i++) {
+    if (fake_hosts[i].pointer) continue;
+    void *mapped = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) return FAKE_OOM;
+    fake_hosts[i] = (fake_host){mapped, size, 0};
+    *pointer = mapped;
+    fake_host_mallocs++;
+    return FAKE_OK;
+  }
+  return FAKE_OOM;
+}
+
+int aclrtMallocHost(void **pointer, size_t size) {
+  GUARD("aclrtMallocHost");
+  return done("aclrtMallocHost", fake_malloc_host(pointer, size));
 }
 int aclrtHostRegisterV2(void *pointer, uint64_t size, uint32_t flags) {
   GUARD("aclrtHostRegisterV2");

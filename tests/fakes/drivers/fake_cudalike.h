@@ -28,7 +28,7 @@ static int done(const char *name, int status) {
 int API(GetDeviceCount)(int *count) { *count = FAKE_NUM_DEVICES; DONE(GetDeviceCount, FAKE_OK); }
 int API(SetDevice)(int index) { fake_device = index; DONE(SetDevice, index < FAKE_NUM_DEVICES ? FAKE_OK : FAKE_INVALID); }
 int API(Malloc)(void **pointer, size_t size) { GUARD(Malloc); DONE(Malloc, fake_malloc(pointer, size)); }
-int API(Free)(void *pointer) { DONE(Free, fake_release(pointer, 0)); }
+int API(Free)(void *pointer) { GUARD(Free); DONE(Free, fake_release(pointer, 0)); }
 int API(MemGetInfo)(size_t *available, size_t *total) {
   *available = fake_total - fake_used;
   *total = fake_total;

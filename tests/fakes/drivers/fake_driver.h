@@ -38,7 +38,7 @@ typedef struct {
 
 static fake_block fake_blocks[FAKE_MAX_BLOCKS];
 static fake_host fake_hosts[FAKE_MAX_BLOCKS];
-static long fake_registers, fake_unregisters, fake_pinned_copies;
+static long fake_registers, fake_unregisters, fake_pinned_copies, fake_host_mallocs;
 static size_t fake_total = (size_t)1 << 30, fake_used;
 static long fake_mallocs, fake_frees, fake_exports, fake_unexports, fake_opens, fake_closes, fake_copies, fake_last_kind;
 static long fake_streams_created, fake_stream_syncs, fake_device_syncs, fake_open_flags;
@@ -59,10 +59,19 @@ static uint64_t fake_mapped_inode(const void *pointer, size_t size) {
   return found;
 }
 
+/* Whether this is device memory. */
+int fake_owns(const void *pointer, size_t size) {
+  for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
+    if (fake_blocks[i].pointer && (char *)fake_blocks[i].pointer <= (const char *)pointer &&
+        (const char *)pointer + size <= (char *)fake_blocks[i].pointer + fake_blocks[i].size)
+      return 1;
+  return 0;
+}
+
 static long fake_count_hosts(int unmapped_only) {
   long count = 0;
   for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
-    if (fake_hosts[i].pointer &&
+    if (fake_hosts[i].inode &&
         !(unmapped_only && fake_mapped_inode(fake_hosts[i].pointer, fake_hosts[i].size) == fake_hosts[i].inode))
       count++;
   return count;
@@ -87,7 +96,7 @@ long fake_counter(const char *name) {
       {"stream_syncs", fake_stream_syncs}, {"device_syncs", fake_device_syncs}, {"last_error", fake_last_error},
       {"open_flags", fake_open_flags}, {"device", fake_device}, {"used", (long)fake_used},
       {"registers", fake_registers}, {"unregisters", fake_unregisters}, {"pinned_copies", fake_pinned_copies},
-      {"registered", fake_count_hosts(0)}, {"unmapped_registered", fake_count_hosts(1)}};
+      {"host_mallocs", fake_host_mallocs}, {"registered", fake_count_hosts(0)}, {"unmapped_registered", fake_count_hosts(1)}};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
     if (strcmp(all[i].name, name) == 0) return all[i].value;
   return -1;
@@ -101,7 +110,7 @@ void fake_reset(void) {
       fake_blocks[i].pointer = NULL;
     }
   memset(fake_hosts, 0, sizeof fake_hosts);
-  fake_registers = fake_unregisters = fake_pinned_copies = 0;
+  fake_registers = fake_unregisters = fake_host_mallocs = fake_pinned_copies = 0;
   fake_total = (size_t)1 << 30;
   fake_used = 0;
   fake_mallocs = fake_frees = fake_exports = fake_unexports = fake_opens = fake_closes = fake_copies = 0;
@@ -221,7 +230,7 @@ static int fake_unregister(void *pointer) {
   fake_host *host = fake_host_of(pointer, 1);
   if (host == NULL || host->pointer != (char *)pointer) return FAKE_NOT_REGISTERED;
   if (fake_mapped_inode(host->pointer, host->size) != host->inode) return FAKE_INVALID;
-  host->pointer = NULL;
+  *host = (fake_host){0};
   fake_unregisters++;
   return FAKE_OK;
 }

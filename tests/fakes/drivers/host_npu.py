@@ -134,6 +134,7 @@ class HostNpuBinding(NpuBinding):
     """The real binding, but for where torch_npu comes from and what torch calls the device."""
 
     def __init__(self, library: str) -> None:
+        self.library = ctypes.CDLL(library)
         self.module = HostTorchNpu(library)
 
     @property
@@ -148,6 +149,10 @@ class HostNpuBinding(NpuBinding):
     @property
     def num_released(self) -> int:
         return self.module.npu.num_released_
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        nbytes = tensor.numel() * tensor.element_size()
+        return not self.library.fake_owns(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(nbytes))
 
     def _module(self) -> HostTorchNpu:
         return self.module
