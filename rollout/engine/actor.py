@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rollout.engine.vllm_config import engine_environ
 from rollout.engine.vllm_engine import VllmEngine
 from weight_sync.device.select import build as backend_called
-from weight_sync.device.visibility import show_own_devices
+from weight_sync.device.visibility import take_devices
 from weight_sync.errors import DeviceError
+from weight_sync.vllm.compat import device_arguments, takes_device_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -37,8 +38,9 @@ class EngineActor:
     ) -> None:
         import ray
 
-        show_own_devices(spec.device, ray)
-        self._spec = replace(spec, pause_limit_s=pause_limit_s)
+        places = take_devices(spec.device, ray, own=spec.devices, own_first=not takes_device_ids())
+        arguments = {**device_arguments(places), **spec.engine_args}
+        self._spec = replace(spec, pause_limit_s=pause_limit_s, engine_args=arguments)
         self._engine = build(self._spec)
 
     async def start(self) -> Mapping[str, float]:

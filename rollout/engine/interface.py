@@ -36,6 +36,8 @@ class EngineSpec:
     """Run Python code that comes with the model or tokenizer."""
     device: str = "cpu"
     """Name of the device backend."""
+    devices: tuple[str, ...] = ()
+    """Ids of the devices that it shares with others; empty for those that Ray gives it."""
     dtype: str = "bfloat16"
     tensor_parallel_size: int = 1
     max_model_len: int = 4096

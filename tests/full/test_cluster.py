@@ -20,7 +20,7 @@ from trainer.driver.cluster import POLL_INTERVAL_S, Cluster, ClusterLost
 from trainer.driver.placement import plan_placement
 from trainer.driver.process_cleaner import RUN_ID_VAR, processes_of
 from weight_sync.device.select import get_backend
-from weight_sync.device.visibility import show_own_devices
+from weight_sync.device.visibility import take_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,11 +141,11 @@ class Shown:
     """An actor with a loop, like an engine, on a fake of a backend for which Ray must not set the variable."""
 
     def __init__(self) -> None:
-        show_own_devices("rocm", ray)
+        self._places = take_devices("rocm", ray)
 
-    async def seen(self) -> tuple[list[str], str]:
+    async def seen(self) -> tuple[list[str], tuple[int, ...]]:
         own = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        return sorted(own), os.environ["HIP_VISIBLE_DEVICES"]
+        return sorted(own), self._places
 
 
 def on(node: str) -> Any:
@@ -203,11 +203,11 @@ def test_a_run_without_room_reports_what_is_left_of_every_node_after_its_timeout
     del other
 
 
-def test_actors_for_which_ray_sets_nothing_see_the_whole_host_and_their_own_devices_first(two_nodes: list[str]) -> None:
+def test_actors_for_which_ray_sets_nothing_see_the_whole_host_and_take_their_own_devices(two_nodes: list[str]) -> None:
     actors = [
         ray.remote(Shown).options(num_cpus=1, num_gpus=count, scheduling_strategy=on(two_nodes[0])).remote()
         for count in (1, 2)
     ]
     (first, seen_first), (second, seen_second) = ray.get([actor.seen.remote() for actor in actors], timeout=60)
     assert sorted(first + second) == ["0", "1", "2"]
-    assert (seen_first.split(","), seen_second.split(",")) == (first + second, second + first)
+    assert (seen_first, seen_second) == (tuple(map(int, first)), tuple(map(int, second)))

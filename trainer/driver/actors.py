@@ -42,7 +42,7 @@ from weight_sync.device import merge_env
 from weight_sync.vllm.compat import EXTENSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from rollout.engine.interface import SleepLevel
     from rollout.prompts.prompt_source import PromptSource
@@ -98,33 +98,17 @@ async def create_actors(
     learner = LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s)
     replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
     if placement.is_paired and backend.visible_devices_var is not None:
-        shown = shared_devices_env(cfg, backend, await learner.visible_devices())
-        placement = replace(placement, engine_env=dict(zip(replicas, shown, strict=True)))
+        ids = await learner.device_ids()
+        shared = {name: tuple(ids[rank] for rank in ranks_of(i, cfg)) for i, name in enumerate(replicas)}
+        placement = replace(placement, engine_devices=shared)
     engines = {name: new_engine(cfg, placement, backend, name=name, version=version) for name in replicas}
     return Actors(learner=learner, engines=engines, workers=[]), placement
-
-
-def shared_devices_env(cfg: RunConfig, backend: Backend, seen: Sequence[str]) -> list[dict[str, str]]:
-    """For each engine the variables that show it the devices of its learners, the learners' own first.
-
-    Args:
-        seen: what each rank sees, its own device first; some backends show the others after it.
-
-    Example: an engine of ranks that see "2,0,1,3" and "3,0,1,2" sees "2,3,0,1"
-    """
-    # The alias too, since one on the engine's host would disagree.
-    names = [name for name in (backend.visible_devices_var, backend.visible_devices_alias) if name is not None]
-    found: list[dict[str, str]] = []
-    for replica in range(cfg.rollout.num_replicas):
-        lists = [seen[rank].split(",") for rank in ranks_of(replica, cfg)]
-        ordered = [*(devices[0] for devices in lists), *(device for devices in lists for device in devices)]
-        found.append(dict.fromkeys(names, ",".join(dict.fromkeys(ordered))))
-    return found
 
 
 def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
     """One engine actor, not yet started."""
     spec = engine_spec(with_located_models(cfg), backend, name=name, version=version)
+    spec = replace(spec, devices=placement.devices(name))
     actor = engine_actor().options(**_options(cfg, backend, placement, role="engine", name=name))
     # Longer than any sync, after which the coordinator ends the pause.
     return actor.remote(spec, pause_limit_s=max(PAUSE_LIMIT_S, 2 * cfg.weight_sync.timeout_s))
@@ -351,7 +335,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
 def _options(cfg: RunConfig, backend: Backend, placement: Placement, *, role: Role, name: str) -> dict[str, Any]:
     """Resources, environment, and a name that people see in `ps` and logs."""
     needed = (*backend.process_env(role), *(backend.sharing_env() if cfg.mode.shares_devices else ()))
-    env = merge_env(needed, {**cfg.device.env, **placement.env(name)}, dict(os.environ))
+    env = merge_env(needed, cfg.device.env, dict(os.environ))
     return {**placement.options(name), "runtime_env": {"env_vars": env}, "name": name, "max_restarts": 0}
 
 

@@ -38,8 +38,8 @@ class Placement:
     """Actors that must share a node: an engine and the learners whose devices it uses. All others are alone."""
     strategies: Mapping[str, Any] = field(default_factory=dict)
     """Scheduling strategies of Ray; empty on a private cluster, which is one node."""
-    engine_env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Variables that show an engine the devices of its learners; empty if Ray shows engines their own devices."""
+    engine_devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Ids of the devices that an engine shares with its learners; empty if Ray gives engines their own."""
 
     @property
     def is_paired(self) -> bool:
@@ -68,9 +68,9 @@ class Placement:
             options["scheduling_strategy"] = self.strategies[original]
         return options
 
-    def env(self, name: str) -> Mapping[str, str]:
-        """Variables that depend on the place of an actor."""
-        return self.engine_env.get(name.partition(RESTARTED)[0], {})
+    def devices(self, name: str) -> tuple[str, ...]:
+        """Ids of the devices that an actor shares."""
+        return self.engine_devices.get(name.partition(RESTARTED)[0], ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

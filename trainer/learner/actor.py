@@ -92,10 +92,10 @@ class LearnerActor:
 
     def __init__(self, cfg: RunConfig, *, rank: int, world_size: int) -> None:
         from weight_sync.device.select import build, get_backend
-        from weight_sync.device.visibility import show_own_devices
+        from weight_sync.device.visibility import take_devices
 
         name = cfg.device.name
-        show_own_devices(name, ray)
+        self._places = take_devices(name, ray)
         self._cfg, self._rank, self._world_size = cfg, rank, world_size
         # `setup` reports what is wrong with a named device: the death of an actor in its constructor is unreadable.
         make = get_backend if name == "auto" else build
@@ -142,7 +142,7 @@ class LearnerActor:
 
         end_stage("imports")
         self._check_device()
-        device = self._backend.set_device(0)  # Ray shows an actor only its own device
+        device = self._backend.set_device(self._place)
         if device.type == "cpu":
             torch.set_num_threads(cfg.device.cpu_threads)
         dist.init_process_group(  # for one rank, too: FSDP2 has no other way to run
@@ -192,10 +192,15 @@ class LearnerActor:
     def export_hf(self, path: str) -> None:
         self._parts.learner.export_hf(Path(path))
 
-    def visible_devices(self) -> str:
-        """What this process sees, as the backend's variable writes it, its own device first. Also before `setup`."""
-        name = self._backend.visible_devices_var
-        return "" if name is None else os.environ.get(name, "")
+    def device_id(self) -> str:
+        """Of its device, for an engine that shares it. Also before `setup`."""
+        from weight_sync.device.visibility import device_id
+
+        return device_id(self._backend, self._place, os.environ)
+
+    @property
+    def _place(self) -> int:
+        return self._places[0] if self._places else 0
 
     def offload(self) -> OffloadReport:
         """Move weights and moments to the host, for an engine on the same device."""

@@ -119,8 +119,8 @@ class LearnerGroup:
             peak_flops=_sum_if_known(result.peak_flops for result in results),
         )
 
-    async def visible_devices(self) -> list[str]:
-        return await self._all("visible_devices")
+    async def device_ids(self) -> list[str]:
+        return await self._all("device_id")
 
     async def offload(self) -> list[OffloadReport]:
         return await self._all("offload")

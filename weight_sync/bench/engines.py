@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from weight_sync.bench.processes import Child, Replica
 from weight_sync.device.environment import merge_env
 from weight_sync.device.select import get_backend
-from weight_sync.device.visibility import shown
-from weight_sync.vllm.compat import EXTENSION, check_vllm_version
+from weight_sync.device.visibility import device_id, seen_devices
+from weight_sync.vllm.compat import EXTENSION, check_vllm_version, device_arguments, takes_device_ids
 from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
@@ -62,18 +62,17 @@ def vllm_replica(case: Case, name: str, devices: Sequence[int]) -> VllmReplica:
     """
     check_vllm_version()
     backend = get_backend(case.device)
-    seen = devices_environment(backend, devices, num_devices=backend.num_devices(), environ=os.environ)
+    seen, places = engine_devices(backend, devices, num_devices=backend.num_devices(), environ=os.environ)
     environment = {**engine_environment(case, backend), **seen}
-    return VllmReplica(name, [Child(name, VllmHost, case, environment, has_children=True)])
+    return VllmReplica(name, [Child(name, VllmHost, case, environment, places, has_children=True)])
 
 
-def devices_environment(
+def engine_devices(
     backend: Backend, devices: Sequence[int], *, num_devices: int, environ: Mapping[str, str]
-) -> dict[str, str]:
-    """Variables that show an engine its `devices`, which are places among the `num_devices` that this process sees."""
-    inherited = None if backend.visible_devices_var is None else environ.get(backend.visible_devices_var)
-    names = [str(index) for index in range(num_devices)] if inherited is None else inherited.split(",")
-    return shown(backend, [names[index] for index in devices], num_devices=num_devices, environ=environ)
+) -> tuple[dict[str, str], tuple[int, ...]]:
+    """As `seen_devices`, for an engine with `devices`: places among the `num_devices` that this process sees."""
+    ids = [device_id(backend, index, environ) for index in devices]
+    return seen_devices(backend, ids, num_devices=num_devices, environ=environ, own_first=not takes_device_ids())
 
 
 def engine_environment(case: Case, backend: Backend) -> dict[str, str]:
@@ -112,7 +111,7 @@ def engine_arguments(case: Case, backend: Backend, folder: str) -> dict[str, Any
 class VllmHost:
     """Lives in the child: an engine, the loop it runs in, and its requests."""
 
-    def __init__(self, case: Case, environment: dict[str, str]) -> None:
+    def __init__(self, case: Case, environment: dict[str, str], places: tuple[int, ...]) -> None:
         os.environ.update(environment)  # before anything asks which devices there are
         self._case = case
         self._loop = asyncio.new_event_loop()
@@ -122,7 +121,8 @@ class VllmHost:
         with tempfile.TemporaryDirectory(prefix="weight-sync-bench-") as folder:
             config = json.dumps(case.architecture.config(case.dtype))
             (Path(folder) / "config.json").write_text(config, encoding="utf-8")
-            self._engine = _launch(engine_arguments(case, get_backend(case.device), folder))
+            arguments = engine_arguments(case, get_backend(case.device), folder)
+            self._engine = _launch({**arguments, **device_arguments(places)})
         self._replica = AsyncLLMReplica(self._engine, name="engine")
         self._traffic = Traffic(self._generate, max_tokens=case.max_tokens)
 

@@ -176,7 +176,7 @@ class AcceleratorBackend(Backend):
                     f"(resource {self.ray_resource!r}) or unset the variable"
                 )
         unset = f"RAY_EXPERIMENTAL_NOSET_{self.visible_devices_var}"
-        if self.ray_shows_devices and is_true(environ.get(unset)):
+        if not self.sees_whole_host and is_true(environ.get(unset)):
             problems.append(
                 f"{unset} is set, so every learner and engine would see all devices and take device 0; "
                 "unset it before `ray start`"

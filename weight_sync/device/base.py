@@ -108,8 +108,9 @@ class Backend(ABC):
     ray_resource: str | None
     """Ray resource that one device is counted as; None if the device is not a Ray resource."""
     visible_devices_var: str | None
-    ray_shows_devices: bool = True
-    """Whether Ray sets `visible_devices_var` for an actor that it gives devices to."""
+    sees_whole_host: bool = False
+    """Whether every process sees all devices of its host and finds its own by their place. Elsewhere Ray shows an actor
+    no other devices than it has given it."""
     visible_devices_alias: str | None = None
     """Another variable that the driver reads too. Where both are set they must say the same."""
     collective: str
@@ -131,13 +132,6 @@ class Backend(ABC):
 
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
-
-    def visible_devices(self, own: tuple[int, ...], num_devices: int) -> str:
-        """Value of `visible_devices_var` for a process that computes on the devices `own` of a host with `num_devices`.
-
-        Only needed where Ray does not set the variable itself; a backend may have to show the other devices too.
-        """
-        return ",".join(str(index) for index in own)
 
     @abstractmethod
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:

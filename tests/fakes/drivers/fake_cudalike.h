@@ -1,4 +1,5 @@
-/* libcudart and libamdhip64 have the same calls under two prefixes: define API(name) before including this. */
+/* libcudart and libamdhip64 have the same calls under two prefixes: define API(name), and VISIBLE, the variable that says
+ * which devices there are, before including this. */
 #include "fake_driver.h"
 
 typedef struct {
@@ -6,7 +7,8 @@ typedef struct {
 } ipc_handle;
 
 static const int codes[] = {0, 1 /* invalid value */, 2 /* out of memory */, 400 /* invalid resource handle */,
-                            999 /* unknown: the real ones leave it undefined */, 712 /* already registered */,
+                            999 /* unknown: the real ones leave it undefined */, 101 /* invalid device */,
+                            201 /* invalid context */, 3 /* initialization error */, 712 /* already registered */,
                             713 /* not registered */};
 
 static int done(const char *name, int status) {
@@ -18,15 +20,31 @@ static int done(const char *name, int status) {
 #define STRING(x) #x
 #define NAME(x) STRING(x)
 #define DONE(name, status) return done(NAME(API(name)), status)
-/* An injected failure must come before the side effect. */
-#define GUARD(name)                                                          \
-  do {                                                                       \
-    if (fake_fail_times > 0 && strcmp(NAME(API(name)), fake_fail_name) == 0) \
-      DONE(name, FAKE_OK);                                                   \
+/* A call that fails has no effect. */
+#define GUARD(name)                                                            \
+  do {                                                                         \
+    int started = fake_start(VISIBLE);                                         \
+    if (started != FAKE_OK || (fake_fail_times > 0 && strcmp(NAME(API(name)), fake_fail_name) == 0)) \
+      DONE(name, started);                                                     \
   } while (0)
 
-int API(GetDeviceCount)(int *count) { *count = FAKE_NUM_DEVICES; DONE(GetDeviceCount, FAKE_OK); }
-int API(SetDevice)(int index) { fake_device = index; DONE(SetDevice, index < FAKE_NUM_DEVICES ? FAKE_OK : FAKE_INVALID); }
+int API(GetDeviceCount)(int *count) {
+  GUARD(GetDeviceCount);
+  *count = fake_num_visible;
+  DONE(GetDeviceCount, FAKE_OK);
+}
+int API(SetDevice)(int index) {
+  GUARD(SetDevice);
+  if (index < 0 || index >= fake_num_visible) DONE(SetDevice, FAKE_NO_DEVICE);
+  fake_device = index;
+  DONE(SetDevice, FAKE_OK);
+}
+int API(DeviceGetPCIBusId)(char *text, int length, int index) {
+  GUARD(DeviceGetPCIBusId);
+  if (index < 0 || index >= fake_num_visible || length < 13) DONE(DeviceGetPCIBusId, FAKE_NO_DEVICE);
+  snprintf(text, (size_t)length, "0000:%02x:00.0", fake_visible[index] + 5);
+  DONE(DeviceGetPCIBusId, FAKE_OK);
+}
 int API(Malloc)(void **pointer, size_t size) { GUARD(Malloc); DONE(Malloc, fake_malloc(pointer, size)); }
 int API(Free)(void *pointer) { GUARD(Free); DONE(Free, fake_release(pointer, 0)); }
 int API(MemGetInfo)(size_t *available, size_t *total) {
@@ -37,7 +55,7 @@ int API(MemGetInfo)(size_t *available, size_t *total) {
 int API(IpcGetMemHandle)(ipc_handle *handle, void *pointer) {
   fake_handle inner;
   GUARD(IpcGetMemHandle);
-  int status = fake_export(pointer, &inner);
+  int status = MAY_EXPORT ? fake_export(pointer, &inner) : FAKE_INVALID;
   memset(handle, 0, sizeof *handle);
   if (status == FAKE_OK) memcpy(handle->reserved, &inner, sizeof inner);
   DONE(IpcGetMemHandle, status);
@@ -47,6 +65,7 @@ int API(IpcOpenMemHandle)(void **pointer, ipc_handle handle, unsigned flags) {
   GUARD(IpcOpenMemHandle);
   memcpy(&inner, handle.reserved, sizeof inner);
   fake_open_flags = flags;
+  if (!MAY_OPEN(inner)) DONE(IpcOpenMemHandle, FAKE_NO_DEVICE);
   DONE(IpcOpenMemHandle, fake_open(&inner, pointer));
 }
 int API(IpcCloseMemHandle)(void *pointer) { GUARD(IpcCloseMemHandle); DONE(IpcCloseMemHandle, fake_release(pointer, 1)); }
@@ -71,6 +90,9 @@ const char *API(GetErrorString)(int code) {
   switch (code) {
     case 1: return "invalid argument";
     case 2: return "out of memory";
+    case 3: return "initialization error";
+    case 101: return "invalid device ordinal";
+    case 201: return "invalid device context";
     case 400: return "invalid resource handle";
     case 712: return "part or all of the requested memory range is already mapped";
     case 713: return "pointer does not correspond to a registered memory region";

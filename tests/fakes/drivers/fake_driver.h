@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -13,20 +14,26 @@
 #include <unistd.h>
 
 #define FAKE_MAX_BLOCKS 256
-#define FAKE_NUM_DEVICES 2
+#define FAKE_MAX_DEVICES 16
 
-enum { FAKE_OK, FAKE_INVALID, FAKE_OOM, FAKE_GONE, FAKE_MAPPED, FAKE_REGISTERED, FAKE_NOT_REGISTERED };
+/* Each vendor file has its code for each. */
+enum {
+  FAKE_OK, FAKE_INVALID, FAKE_OOM, FAKE_GONE, FAKE_MAPPED, FAKE_NO_DEVICE, FAKE_OWN_HANDLE, FAKE_FORKED,
+  FAKE_REGISTERED, FAKE_NOT_REGISTERED
+};
 
 typedef struct {
   void *pointer;
   size_t size;
   int fd;
   int imported;
+  int device; /* as this process numbers it */
 } fake_block;
 
 typedef struct {
   int32_t pid, fd;
   uint64_t inode, size;
+  int32_t ordinal, physical; /* of the device: the exporter's number, and the host's */
 } fake_handle;
 
 /* Host memory whose pages the driver keeps in place. */
@@ -44,6 +51,7 @@ static long fake_mallocs, fake_frees, fake_exports, fake_unexports, fake_opens, 
 static long fake_streams_created, fake_stream_syncs, fake_device_syncs, fake_open_flags;
 static long fake_last_error;
 static _Thread_local int fake_device;
+static int fake_visible[FAKE_MAX_DEVICES], fake_num_visible, fake_pid;
 static char fake_fail_name[64];
 static int fake_fail_code, fake_fail_times;
 
@@ -103,6 +111,7 @@ long fake_counter(const char *name) {
 }
 
 void fake_reset(void) {
+  fake_pid = 0;
   for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
     if (fake_blocks[i].pointer) {
       munmap(fake_blocks[i].pointer, fake_blocks[i].size);
@@ -119,6 +128,25 @@ void fake_reset(void) {
 }
 
 /* --- what the vendor files use ----------------------------------------------------------------------------------- */
+
+/* The host has FAKE_NUM_DEVICES (2). The variable of the vendor is read once, at the first call; from then on the library
+ * is of no use to a forked child. */
+static int fake_start(const char *variable) {
+  if (fake_pid) return fake_pid == getpid() ? FAKE_OK : FAKE_FORKED;
+  const char *number = getenv("FAKE_NUM_DEVICES"), *list = getenv(variable);
+  int there = number ? atoi(number) : 2;
+  fake_pid = getpid();
+  fake_num_visible = 0;
+  for (int i = 0; !list && i < there; i++) fake_visible[fake_num_visible++] = i;
+  while (list && *list) { /* as the real ones, nothing after the first that is not there */
+    char *end;
+    long physical = strtol(list, &end, 10);
+    if (end == list || physical < 0 || physical >= there) break;
+    fake_visible[fake_num_visible++] = (int)physical;
+    list = *end == ',' ? end + 1 : end;
+  }
+  return FAKE_OK;
+}
 
 static int fake_injected(const char *name) {
   if (fake_fail_times <= 0 || strcmp(name, fake_fail_name) != 0) return 0;
@@ -137,7 +165,7 @@ static int fake_map(int fd, size_t size, int imported, void **pointer) {
     if (fake_blocks[i].pointer != NULL) continue;
     void *mapped = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (mapped == MAP_FAILED) return FAKE_INVALID;
-    fake_blocks[i] = (fake_block){mapped, size, fd, imported};
+    fake_blocks[i] = (fake_block){mapped, size, fd, imported, fake_device};
     *pointer = mapped;
     return FAKE_OK;
   }
@@ -181,7 +209,7 @@ static int fake_export(void *pointer, fake_handle *handle) {
   fake_block *block = fake_find(pointer);
   struct stat status;
   if (block == NULL || block->imported || fstat(block->fd, &status) != 0) return FAKE_INVALID;
-  *handle = (fake_handle){getpid(), block->fd, status.st_ino, block->size};
+  *handle = (fake_handle){getpid(), block->fd, status.st_ino, block->size, block->device, fake_visible[block->device]};
   fake_exports++;
   return FAKE_OK;
 }
@@ -189,6 +217,7 @@ static int fake_export(void *pointer, fake_handle *handle) {
 static int fake_open(const fake_handle *handle, void **pointer) {
   char path[64];
   struct stat status;
+  if (handle->pid == getpid()) return FAKE_OWN_HANDLE;
   snprintf(path, sizeof path, "/proc/%d/fd/%d", handle->pid, handle->fd);
   int fd = open(path, O_RDWR | O_CLOEXEC);
   if (fd < 0) return FAKE_GONE;

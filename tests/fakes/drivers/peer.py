@@ -56,6 +56,9 @@ class Blocks:
         self._blocks.append((backend, block))
         return len(self._blocks) - 1
 
+    def set_device(self, name: str, library: str | None, index: int) -> None:
+        self.backend(name, library).set_device(index)
+
     def alloc(self, name: str, library: str | None, nbytes: int) -> int:
         backend = self.backend(name, library)
         return self._keep(backend, backend.alloc_persistent(nbytes))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.fakes.scripted_run import config
-from trainer.driver.actors import shared_devices_env
 from trainer.driver.placement import (
     RESTARTED,
     Node,
@@ -20,12 +19,8 @@ from trainer.driver.placement import (
     check_fits,
     describe_idle_devices,
     plan_placement,
-    ranks_of,
 )
 from trainer.errors import ConfigurationError
-from weight_sync.device import merge_env
-from weight_sync.device.select import build
-from weight_sync.device.visibility import shown
 
 HIP, CUDA = "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
@@ -91,12 +86,12 @@ def test_too_few_devices_are_refused_with_the_sum_and_what_is_there() -> None:
 
 
 def test_a_restarted_actor_gets_the_place_and_the_devices_of_the_lost_one() -> None:
-    placement = replace(plan(1, 2, 4), strategies={"replica_1": "there"}, engine_env={"replica_1": {CUDA: "1"}})
+    placement = replace(plan(1, 2, 4), strategies={"replica_1": "there"}, engine_devices={"replica_1": ("1",)})
     restarted = f"replica_1{RESTARTED}3"
     assert placement.options(restarted) == {"num_gpus": 4, "num_cpus": 1, "scheduling_strategy": "there"}
     assert placement.options("replica_0") == {"num_gpus": 4, "num_cpus": 1}
-    assert placement.env(restarted) == {CUDA: "1"}
-    assert placement.env("replica_0") == placement.env("learner_0") == {}
+    assert placement.devices(restarted) == ("1",)
+    assert placement.devices("replica_0") == placement.devices("learner_0") == ()
 
 
 # --- nodes ---
@@ -219,28 +214,3 @@ def test_numbers_that_leave_a_device_alone_are_refused_but_a_cpu_has_none() -> N
     placement = plan_placement(cfg, resource=None)
     assert not placement.is_paired
     assert placement.num_cpus == pytest.approx(3 + 4 + 0.5)
-
-
-@pytest.mark.parametrize(
-    ("seen", "expected"),
-    [(["2", "3"], "2,3"), (["GPU-b", "GPU-a"], "GPU-b,GPU-a"), (["2,0,1,3", "3,0,1,2"], "2,3,0,1")],
-)
-def test_an_engine_is_shown_its_learners_devices_first(seen: list[str], expected: str) -> None:
-    cfg, _ = shared(1, 2)
-    assert shared_devices_env(cfg, build("cuda"), seen) == [{CUDA: expected}]
-
-
-@pytest.mark.parametrize("inherited", [{}, {HIP: "0,1,2,3"}, {HIP: "0,1,2,3", CUDA: "0,1,2,3"}])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_an_engine_starts_wherever_its_learners_do_under_either_name_of_their_devices(
-    tp: int, inherited: dict[str, str]
-) -> None:
-    backend, (cfg, _) = build("rocm"), shared(4 // tp, tp)
-    learners = [{**inherited, **shown(backend, [str(r)], num_devices=4, environ=inherited)} for r in range(4)]
-    for env in learners:
-        assert backend.check_env("learner", merge_env(backend.process_env("learner"), env, {})) == []
-    engines = shared_devices_env(cfg, backend, [env[HIP] for env in learners])
-    for replica, env in enumerate(engines):
-        assert env[HIP].split(",")[:tp] == [str(rank) for rank in ranks_of(replica, cfg)]
-        own = merge_env(backend.process_env("engine"), {**inherited, **env}, {})
-        assert backend.check_env("engine", own) == []

@@ -1,0 +1,174 @@
+"""Which devices a process sees and takes, up to a handle that one opens of another."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rollout.engine.actor import EngineActor
+from rollout.engine.interface import EngineSpec
+from tests.fakes.drivers.peer import Peer
+from tests.fakes.scripted_run import config
+from trainer.learner import actor as learner_module
+from trainer.learner.actor import LearnerActor
+from weight_sync.device import DeviceError
+from weight_sync.device.select import build
+from weight_sync.device.visibility import device_id, seen_devices, take_devices
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HIP, CUDA = "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+
+
+def fake_ray(own: list[str], *, num_devices: int = 4) -> Any:
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": own}, get_node_id=lambda: "here")
+    others = {"NodeID": "there", "Resources": {"GPU": 99.0}}
+    here = {"NodeID": "here", "Resources": {"GPU": float(num_devices)}}
+    return SimpleNamespace(get_runtime_context=lambda: context, nodes=lambda: [others, here])
+
+
+@pytest.fixture(autouse=True)
+def no_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (HIP, CUDA):
+        monkeypatch.setenv(name, "")  # so that it is as before when the test ends
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("own", "inherited", "places", "first"),
+    [
+        (["2"], None, (2,), "2,0,1,3"),
+        (["1", "3"], None, (1, 3), "1,3,0,2"),
+        (["5"], "4,5,7", (1,), "5,4,7"),
+        (["GPU-b"], "GPU-a,GPU-b", (1,), "GPU-b,GPU-a"),
+    ],
+)
+def test_a_process_sees_all_devices_in_the_order_of_the_host_unless_it_must_have_its_own_first(
+    own: list[str], inherited: str | None, places: tuple[int, ...], first: str
+) -> None:
+    rocm, environ = build("rocm"), {} if inherited is None else {HIP: inherited}
+    assert seen_devices(rocm, own, num_devices=4, environ=environ) == ({}, places)
+    assert [device_id(rocm, place, environ) for place in places] == own
+    expected = {HIP: first}, tuple(range(len(own)))
+    assert seen_devices(rocm, own, num_devices=4, environ=environ, own_first=True) == expected
+
+
+def test_a_second_variable_that_says_the_same_goes_on_saying_the_same() -> None:
+    both = {HIP: "0,1,2", CUDA: "0,1,2"}
+    told, _ = seen_devices(build("rocm"), ["1"], num_devices=4, environ=both, own_first=True)
+    assert told == {HIP: "1,0,2", CUDA: "1,0,2"}
+    told, _ = seen_devices(build("rocm"), ["1"], num_devices=4, environ=both | {CUDA: "2"}, own_first=True)
+    assert told == {HIP: "1,0,2"}, "what is refused is not made right by chance"
+
+
+def test_a_variable_that_leaves_out_what_ray_gave_is_refused() -> None:
+    with pytest.raises(DeviceError, match=r"HIP_VISIBLE_DEVICES=0,1 leaves out 2"):
+        seen_devices(build("rocm"), ["1", "2"], num_devices=4, environ={HIP: "0,1"})
+
+
+def test_an_actor_that_shares_devices_takes_those_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert take_devices("rocm", fake_ray([])) == () and HIP not in os.environ
+    assert take_devices("rocm", fake_ray([]), own=("3", "2")) == (3, 2) and HIP not in os.environ
+    nobody: Any = None
+    assert take_devices("cuda", nobody, own=("GPU-b", "GPU-a")) == (0, 1)
+    assert os.environ[CUDA] == "GPU-b,GPU-a"
+    assert [device_id(build("cuda"), place, os.environ) for place in (0, 1)] == ["GPU-b", "GPU-a"]
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "npu"])
+def test_nothing_is_done_and_ray_is_not_asked_where_ray_shows_the_devices_itself(device: str) -> None:
+    before = dict(os.environ)
+    nobody: Any = None
+    assert take_devices(device, nobody) == ()
+    assert dict(os.environ) == before
+
+
+def test_a_learner_computes_on_the_device_that_ray_gave_it(
+    monkeypatch: pytest.MonkeyPatch, libraries: dict[str, str]
+) -> None:
+    monkeypatch.setattr(learner_module, "ray", fake_ray(["3"]))
+    worker = LearnerActor(config(device={"name": "rocm"}), rank=0, world_size=1)
+    with pytest.raises(DeviceError, match="RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES should be '1'"):
+        worker.setup(("nowhere", 1))
+    for variable in build("rocm").process_env("learner"):
+        monkeypatch.setenv(variable.name, variable.value)
+    chosen: list[int] = []
+    monkeypatch.setattr(type(worker._backend), "unavailable_reason", lambda _: None)
+    monkeypatch.setattr(type(worker._backend), "set_device", lambda _, index: chosen.append(index) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        worker.setup(("nowhere", 1))
+    assert (chosen, worker.device_id()) == ([3], "3")
+
+
+@pytest.mark.parametrize(("version", "arguments", "shown"), [("0.25.1", {"device_ids": [2, 3]}, None),
+                                                             ("0.19.0", {}, "2,3,0,1")])  # fmt: skip
+@pytest.mark.parametrize("devices", [(), ("2", "3")])
+def test_an_engine_takes_its_devices_by_number_or_has_them_first(
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    arguments: dict[str, Any],
+    shown: str | None,
+    devices: tuple[str, ...],
+) -> None:
+    ray = fake_ray([] if devices else ["2", "3"])
+    monkeypatch.setattr("ray.get_runtime_context", ray.get_runtime_context)
+    monkeypatch.setattr("ray.nodes", ray.nodes)
+    monkeypatch.setattr("weight_sync.vllm.compat.installed_version", lambda: version)
+    seen: list[object] = []
+
+    def building(spec: EngineSpec) -> Any:
+        seen.extend((spec.engine_args, os.environ.get(HIP)))
+
+    EngineActor(EngineSpec(model="none", device="rocm", tensor_parallel_size=2, devices=devices), build=building)
+    assert seen == [arguments, shown]
+
+
+@pytest.fixture
+def hosts(libraries: dict[str, str]) -> Iterator[Any]:
+    """`hosts("1", "2", own_first=...)` -> processes with these devices, on a host with 3 of AMD."""
+    started: list[Peer] = []
+
+    def start(*own: str, own_first: bool) -> list[Peer]:
+        rocm, peers = build("rocm"), list[Peer]()
+        for device in own:
+            env, (place,) = seen_devices(rocm, [device], num_devices=3, environ={}, own_first=own_first)
+            peers.append(Peer({**env, "FAKE_NUM_DEVICES": "3"}))
+            started.append(peers[-1])
+            peers[-1].call("set_device", "rocm", libraries["rocm"], place)
+        return peers
+
+    yield start
+    for peer in started:
+        peer.close()
+
+
+def test_an_engine_opens_what_the_learner_of_another_device_exports(hosts: Any, libraries: dict[str, str]) -> None:
+    learner, engine = hosts("1", "2", own_first=False)
+    block = learner.call("alloc", "rocm", libraries["rocm"], 1024)
+    learner.call("write", block, 0, b"weights")
+    opened = engine.open("rocm", libraries["rocm"], learner.export(block))
+    assert engine.call("read", opened, 0, 7) == b"weights"
+    engine.call("give_up", opened)
+
+
+def test_a_handle_whose_number_is_another_device_here_is_refused_with_the_reason(
+    hosts: Any, libraries: dict[str, str]
+) -> None:
+    learner, engine = hosts("1", "2", own_first=True)
+    block = learner.call("alloc", "rocm", libraries["rocm"], 1024)
+    with pytest.raises(DeviceError, match=r"failed with 101 .*; .*same devices in the same order"):
+        engine.open("rocm", libraries["rocm"], learner.export(block))
+
+
+def test_a_learner_whose_node_has_not_the_device_that_was_named_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    if build("cuda").is_available():
+        pytest.skip("this machine has the device")
+    for variable in build("cuda").process_env("learner"):
+        monkeypatch.setenv(variable.name, variable.value)
+    worker = LearnerActor(config(device={"name": "cuda"}), rank=0, world_size=1)
+    with pytest.raises(DeviceError, match="device 'cuda' cannot be used on the learner's node: "):
+        worker._check_device()
