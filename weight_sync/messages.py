@@ -13,9 +13,7 @@ import msgspec
 
 from weight_sync import errors
 from weight_sync.device.base import IpcHandle  # noqa: TC001 - msgspec reads the annotations
-from weight_sync.errors import PlanMismatch
-from weight_sync.plan.planner import MAX_MANIFEST_BYTES
-from weight_sync.plan.types import Manifest, ParamMeta, ShardDesc, Version
+from weight_sync.plan.types import ParamMeta, Table, Version  # noqa: TC001 - likewise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,7 +48,11 @@ class PublisherLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     params: tuple[ParamMeta, ...]
-    shards: tuple[ShardDesc, ...]
+    """Of the whole model, from rank 0; empty from the others."""
+    params_digest: bytes
+    """sha256 of them, from every rank."""
+    shards: Table
+    """`RankShards.to_table`."""
 
 
 class ArenaHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,12 +94,11 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
     keys: RunKeys
     epoch: int
-    manifest: bytes
+    plan: bytes
+    """`plan.agreement` opens it."""
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(run={self.keys.run_id!r}, epoch={self.epoch}, {len(self.manifest)} bytes of plan)"
-        )
+        return f"{type(self).__name__}(run={self.keys.run_id!r}, epoch={self.epoch}, {len(self.plan)} bytes of plan)"
 
 
 class OpenPublisher(Opening, frozen=True, kw_only=True):
@@ -119,7 +120,7 @@ class PublisherInfo(msgspec.Struct, frozen=True, kw_only=True):
     address: PeerAddress
     arenas: tuple[ArenaHandle, ...]
     """The same slots by every way they can be read, best first."""
-    manifest_digest: str
+    plan_root: str
     probe_bytes: int
     """The page behind the last slot holds a pattern of this size, ..."""
     probe_digest: int
@@ -146,7 +147,7 @@ class OpenReceiver(Opening, frozen=True, kw_only=True):
 class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
     worker: int
     node: str
-    manifest_digest: str
+    plan_root: str
     commit: Literal["staged", "inplace"]
     shadow_bytes: int
     pull_bytes: int
@@ -377,25 +378,6 @@ class RelayHandle(msgspec.Struct, frozen=True, kw_only=True):
     shadow: IpcHandle
     progress: IpcHandle
     layout: str
-
-
-def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """Canonical msgpack, digest included."""
-    return msgspec.msgpack.encode(manifest)
-
-
-def manifest_from_bytes(data: bytes, *, max_bytes: int = MAX_MANIFEST_BYTES) -> Manifest:
-    """Decode a manifest. It is typed afterwards but not trusted: call `verify_manifest`.
-
-    Raises:
-        PlanMismatch: too large, not msgpack, or fields missing or of the wrong type.
-    """
-    if len(data) > max_bytes:
-        raise PlanMismatch(f"manifest has {len(data)} bytes, at most {max_bytes} are accepted; check who sent it")
-    try:
-        return decode_typed(data, Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PlanMismatch(f"manifest of {len(data)} bytes cannot be decoded: {error}; do both sides match?") from error
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):

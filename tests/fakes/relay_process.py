@@ -10,7 +10,7 @@ import torch
 from tests.fakes.processes import Child
 from weight_sync.device.select import get_backend
 from weight_sync.messages import RelayHandle, decode, encode
-from weight_sync.plan.types import Run
+from weight_sync.plan.types import PullPlan, Run
 from weight_sync.receive.relay import RelayInlet, RelayOutlet, map_shadow
 from weight_sync.receive.staging import shadow_plan
 from weight_sync.transports.base import Piece
@@ -38,7 +38,7 @@ class Replica:
         runs = [
             Run(src_rank=r, src_off=o, dst_param="w", dst_off=0, nbytes=piece_bytes - 7 * (r == 5)) for r, o in places
         ]
-        plan = shadow_plan(runs)
+        plan = shadow_plan(PullPlan.of(0, runs))
         self.block = self.backend.alloc_persistent(plan.nbytes)
         placed = list(zip(runs, plan.run_offsets, strict=True))
         self.pieces: dict[int, Sequence[Piece]] = {

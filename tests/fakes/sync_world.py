@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tests.fakes.row_shards import held_by, rows_of
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.messages import CommitResult, reply_state
 from weight_sync.plan.types import ParamMeta
 from weight_sync.publish.publisher import WeightPublisher
-from weight_sync.publish.shards import shard_descs
 from weight_sync.receive.receiver import WeightReceiver, WorkerService
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ def full_weights(seed: int) -> dict[str, torch.Tensor]:
 
 def local_tensors(full: dict[str, torch.Tensor], *, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
     """The rows that FSDP2 would leave on a rank; parameters without any are missing."""
-    shards = [shard for shard in shard_descs(PARAMS, num_ranks=num_ranks) if shard.rank == rank]
-    return {s.param: full[s.param][s.row_start : s.row_stop] for s in shards if s.row_stop > s.row_start}
+    return held_by(full, rows_of(PARAMS, rank, num_ranks))
 
 
 def expected_engine(full: dict[str, torch.Tensor], *, worker: int, num_workers: int) -> dict[str, torch.Tensor]:
@@ -86,8 +85,7 @@ class LocalPublisher:
         self.publisher = WeightPublisher(CpuBackend(), rank=rank)
 
     def ws_describe(self) -> bytes:
-        shards = [shard for shard in shard_descs(PARAMS, num_ranks=self.num_ranks) if shard.rank == self.rank]
-        return self.publisher.describe(PARAMS, shards)
+        return self.publisher.describe(PARAMS, rows_of(PARAMS, self.rank, self.num_ranks))
 
     def ws_open(self, request: bytes) -> bytes:
         return self.publisher.open(request)

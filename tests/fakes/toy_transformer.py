@@ -1,7 +1,7 @@
 """A tensor-parallel transformer in numpy: what an engine's loader does, written as plain slices of whole arrays.
 
 The slow reference for the plan. `expected_params` slices and concatenates full tensors; `worker_layouts` writes the
-same rules down as recorded copies; `run_manifest` executes a manifest. None of them uses the planner's arithmetic.
+same rules down as recorded copies; `run_plan` executes a plan. None of them uses the planner's arithmetic.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from weight_sync.plan.types import EngineParam, Manifest, ParamMeta, RecordedCopy, ShardDesc, WorkerLayout
+from weight_sync.plan.types import EngineParam, ParamMeta, Plan, RankShards, RecordedCopy, WorkerLayout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -143,11 +143,11 @@ def worker_layouts(spec: ToySpec) -> tuple[WorkerLayout, ...]:
     return tuple(layouts)
 
 
-def run_manifest(
-    manifest: Manifest,
+def run_plan(
+    plan: Plan,
     *,
     full: Mapping[str, np.ndarray],
-    shards: Sequence[ShardDesc],
+    shards: Sequence[RankShards],
     sizes: Mapping[int, Mapping[str, int]],
 ) -> dict[int, dict[str, np.ndarray]]:
     """Pack and pull like learner and engine would.
@@ -159,20 +159,24 @@ def run_manifest(
     Returns:
         worker -> engine parameter -> uint8[bytes].
     """
-    held = {(s.param, s.rank): full[s.param][s.row_start : s.row_stop] for s in shards if full[s.param].ndim}
-    held |= {(s.param, s.rank): full[s.param] for s in shards if not full[s.param].ndim}
+    held: dict[tuple[str, int], np.ndarray] = {}
+    for shard in shards:
+        for index, start, size in zip(shard.param, shard.start, shard.size, strict=True):
+            name = plan.params[index].name
+            spans = [slice(a, a + n) for a, n in zip(start, size, strict=True)]
+            held[name, shard.rank] = full[name][tuple(spans[: full[name].ndim])]
     arenas: dict[int, np.ndarray] = {}
-    for plan in manifest.pack:
-        arena = arenas[plan.rank] = np.full(plan.arena_bytes, 0xEE, np.uint8)
-        for item in plan.items:
-            box = held[item.param, plan.rank][
+    for pack in plan.pack:
+        arena = arenas[pack.rank] = np.full(pack.arena_bytes, 0xEE, np.uint8)
+        for item in pack.items:
+            box = held[item.param, pack.rank][
                 tuple(slice(a, a + n) for a, n in zip(item.start, item.size, strict=True))
             ]
             assert box.shape == item.size
             arena[item.arena_off : item.arena_off + item.nbytes] = np.frombuffer(box.tobytes(), np.uint8)
     engines = {w: {name: np.full(n, UNTOUCHED, np.uint8) for name, n in named.items()} for w, named in sizes.items()}
-    for plan in manifest.pull:
-        for run in plan.runs:
+    for pull in plan.pull:
+        for run in pull.runs:
             source = arenas[run.src_rank][run.src_off : run.src_off + run.nbytes]
-            engines[plan.worker][run.dst_param][run.dst_off : run.dst_off + run.nbytes] = source
+            engines[pull.worker][run.dst_param][run.dst_off : run.dst_off + run.nbytes] = source
     return engines

@@ -32,11 +32,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.patience import PATIENT_TEST_S
+from tests.fakes.row_shards import held_by, row_shards, rows_of
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PlanMismatch, WeightSyncError
-from weight_sync.plan.planner import build_manifest, verify_manifest
-from weight_sync.plan.types import ParamMeta
-from weight_sync.publish.shards import local_shards, shard_descs
+from weight_sync.plan.planner import build_plan, check_plan
+from weight_sync.plan.types import ParamMeta, RankShards
+from weight_sync.publish.shards import local_shards
 from weight_sync.receive.recorder import record, record_layout
 from weight_sync.receive.staging import Landing, Reloads, build_landing, parameter_bytes
 from weight_sync.vllm.compat import keep_weights_addressable
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from weight_sync.messages import CommitMode
-    from weight_sync.plan.types import Manifest, ShardDesc, WorkerLayout
+    from weight_sync.plan.types import Plan, WorkerLayout
 
 ROOT = Path(__file__).parents[2]
 NUM_LEARNER_RANKS = (1, 2, 3)
@@ -123,16 +124,16 @@ def build(folder: Path, **engine: Any) -> tuple[Any, Any]:
         return get_model(vllm_config=config), config
 
 
-def pack(manifest: Manifest, tensors: Mapping[int, Tensors]) -> dict[int, torch.Tensor]:
+def pack(plan: Plan, tensors: Mapping[int, Tensors]) -> dict[int, torch.Tensor]:
     """What learner ranks would pack. `tensors`: rank -> parameter -> its rows there."""
     arenas: dict[int, torch.Tensor] = {}
-    dtypes = {meta.name: getattr(torch, meta.dtype) for meta in manifest.params}
-    for plan in manifest.pack:
-        arenas[plan.rank] = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
-        for item in plan.items:
+    dtypes = {meta.name: getattr(torch, meta.dtype) for meta in plan.params}
+    for own in plan.pack:
+        arenas[own.rank] = torch.zeros(own.arena_bytes, dtype=torch.uint8)
+        for item in own.items:
             box = tuple(slice(a, a + n) for a, n in zip(item.start, item.size, strict=True))
-            packed = tensors[plan.rank][item.param][box].to(dtypes[item.param]).contiguous().view(-1).view(torch.uint8)
-            arenas[plan.rank][item.arena_off : item.arena_off + item.nbytes].copy_(packed)
+            packed = tensors[own.rank][item.param][box].to(dtypes[item.param]).contiguous().view(-1).view(torch.uint8)
+            arenas[own.rank][item.arena_off : item.arena_off + item.nbytes].copy_(packed)
     return arenas
 
 
@@ -163,7 +164,7 @@ class Learner:
     def __init__(self, folder: Path) -> None:
         self.file = load_file(folder / "new" / "model.safetensors")
         self.params: tuple[ParamMeta, ...] = ()
-        self.shards: dict[int, list[ShardDesc]] = {}
+        self.shards: dict[int, list[RankShards]] = {}
         self.tensors: dict[int, dict[int, Tensors]] = {}
         for world in NUM_LEARNER_RANKS:
             self.shards[world], self.tensors[world] = [], {}
@@ -175,10 +176,10 @@ class Learner:
                         fully_shard(layer, mesh=mesh)
                     fully_shard(model, mesh=mesh)
                     self.params, shards, self.tensors[world][rank] = local_shards(model, rollout_dtype="bfloat16")
-                self.shards[world].extend(shards)
+                self.shards[world].append(RankShards.of(rank, self.params, shards))
 
-    def manifest(self, world: int, layouts: Sequence[WorkerLayout]) -> Manifest:
-        return build_manifest(epoch=0, params=self.params, shards=self.shards[world], workers=layouts)
+    def plan(self, world: int, layouts: Sequence[WorkerLayout]) -> Plan:
+        return build_plan(epoch=0, params=self.params, shards=self.shards[world], workers=layouts)
 
 
 _fresh = itertools.count()
@@ -234,20 +235,20 @@ def check_workers(learner: Learner, folder: Path, *, tp: int, pp: int) -> Iterat
     layouts = [record_layout(model, learner.params, worker=rank) for rank, model in enumerate(models)]
     untouched = [bits(model) == held for model, held in zip(models, before, strict=True)]
     try:
-        learner.manifest(1, layouts[:-1])
+        learner.plan(1, layouts[:-1])
         refusal = ""
     except PlanMismatch as error:
         refusal = str(error)
-    manifests = {world: learner.manifest(world, layouts) for world in NUM_LEARNER_RANKS}
+    plans = {world: learner.plan(world, layouts) for world in NUM_LEARNER_RANKS}
     by_plan: dict[int, list[dict[str, bytes]]] = {}
-    for world, manifest in manifests.items():
-        verify_manifest(manifest)
-        arenas = pack(manifest, learner.tensors[world])
+    for world, plan in plans.items():
+        check_plan(plan)
+        arenas = pack(plan, learner.tensors[world])
         for rank, model in enumerate(models):
             _fill(model, layouts[rank], 7.0)
-            _pull(model, manifest, arenas, rank)
+            _pull(model, plan, arenas, rank)
         by_plan[world] = list(map(bits, models))
-    wire = manifests[1].params
+    wire = plans[1].params
     for rank, model in enumerate(models):
         _fill(model, layouts[rank], 9.0)
         model.load_weights(iter(learner.file.items()))
@@ -260,11 +261,10 @@ def check_workers(learner: Learner, folder: Path, *, tp: int, pp: int) -> Iterat
             "changed": len(differing(before[rank], by_vllm)),
             "num_params": len(names),
             "vocabulary": [name for name in names if name.endswith(("embed_tokens.weight", "lm_head.weight"))],
-            "pulled_bytes": {world: manifest.pull[rank].nbytes for world, manifest in manifests.items()},
+            "pulled_bytes": {world: plan.pull[rank].nbytes for world, plan in plans.items()},
             "param_bytes": sum(t.numel() * t.element_size() for t in model.parameters()),
             "packed_bytes": {
-                world: sum(item.nbytes for plan in manifest.pack for item in plan.items)
-                for world, manifest in manifests.items()
+                world: sum(item.nbytes for own in plan.pack for item in own.items) for world, plan in plans.items()
             },
             "wire_bytes": sum(learner.file[m.name].numel() * (4 if m.dtype == "float32" else 2) for m in wire),
             "float32": [m.name for m in wire if m.dtype == "float32"],
@@ -294,10 +294,10 @@ def _expert_error(model: Any, config: Any, folder: Path) -> float | None:
     return max(errors)
 
 
-def _pull(model: Any, manifest: Manifest, arenas: dict[int, torch.Tensor], rank: int) -> None:
+def _pull(model: Any, plan: Plan, arenas: dict[int, torch.Tensor], rank: int) -> None:
     """As this worker would."""
     named = named_tensors(model)
-    for run in manifest.pull[rank].runs:
+    for run in plan.pull[rank].runs:
         engine = named[run.dst_param].data.view(-1).view(torch.uint8)
         engine[run.dst_off : run.dst_off + run.nbytes] = arenas[run.src_rank][run.src_off : run.src_off + run.nbytes]
 
@@ -331,7 +331,6 @@ class Derived:
         self.model, self.fresh = model, fresh
         self.old, self.new = (load_file(folder / which / "model.safetensors") for which in ("old", "new"))
         self.params = tuple(ParamMeta(name=n, shape=tuple(t.shape), dtype="bfloat16") for n, t in self.new.items())
-        self.shards = shard_descs(self.params, num_ranks=3)
         self.reloader: Any = layerwise_reloader(model, config)
         assert self.reloader is not None
 
@@ -347,11 +346,12 @@ class Derived:
             record_layout(self.model, self.params, worker=0)
         except PlanMismatch as error:
             report["refused_without"] = str(error)
-        manifest = build_manifest(epoch=0, params=self.params, shards=self.shards, workers=[recorded.layout])
-        verify_manifest(manifest)
+        shards = row_shards(self.params, 3)
+        plan = build_plan(epoch=0, params=self.params, shards=shards, workers=[recorded.layout])
+        check_plan(plan)
         reloads = Reloads(self.model, self.reloader, recorded.reloaded)
         landing = build_landing(
-            manifest.pull[0], parameter_bytes(self.model), CpuBackend(), commit=commit, reloads=reloads,
+            plan.pull[0], parameter_bytes(self.model), CpuBackend(), commit=commit, reloads=reloads,
             params=self.params,
         )  # fmt: skip
         assert landing.fallback is not None
@@ -360,7 +360,7 @@ class Derived:
         self.reloader.reload(modules, self._through_one_buffer())
         report["corrupted"] = _differing_outputs(_outputs(self.model), _outputs(self.fresh))
         for _ in range(2):
-            self.sync(manifest, landing, self.new)
+            self.sync(plan, landing, self.new)
         held = bits(self.model)
         report["differing"] = [name for name, value in bits(self.fresh).items() if held[name] != value]
         report["outputs_differing"] = _differing_outputs(_outputs(self.model), _outputs(self.fresh))
@@ -370,17 +370,15 @@ class Derived:
         except WeightSyncError as error:
             report["failure"] = str(error)
         report["moved"] = differing(places, addresses(self.model))
-        self.sync(manifest, landing, self.old)
+        self.sync(plan, landing, self.old)
         report["back"] = is_as_before()
         landing.close()
         return report
 
-    def sync(self, manifest: Manifest, landing: Landing, full: Tensors) -> None:
+    def sync(self, plan: Plan, landing: Landing, full: Tensors) -> None:
         """What learner ranks pack, what a transport moves, what a receiver commits."""
-        rows: dict[int, Tensors] = {}
-        for s in self.shards:
-            rows.setdefault(s.rank, {})[s.param] = full[s.param][s.row_start : s.row_stop]
-        for rank, arena in pack(manifest, rows).items():
+        rows = {rank: held_by(full, rows_of(self.params, rank, 3)) for rank in range(3)}
+        for rank, arena in pack(plan, rows).items():
             for piece in landing.pieces[rank]:
                 piece.dst.copy_(arena[piece.src_off : piece.src_off + piece.dst.numel()])
         for target, arrived in landing.moves:

@@ -12,17 +12,18 @@ import pytest
 import torch
 
 from tests.fakes.processes import Child
+from tests.fakes.row_shards import row_shards
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
 from tests.fakes.weight_job import opened_job
 from weight_sync.channel import make_run_keys
 from weight_sync.control.coordinator import SyncCoordinator
 from weight_sync.control.epoch import SyncOptions
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.messages import OpenPublisher, PackReport, decode, encode, manifest_to_bytes
-from weight_sync.plan.planner import build_manifest
+from weight_sync.messages import OpenPublisher, PackReport, decode, encode
+from weight_sync.plan.agreement import share
+from weight_sync.plan.planner import build_plan
 from weight_sync.plan.types import ParamMeta
 from weight_sync.publish.publisher import WeightPublisher
-from weight_sync.publish.shards import shard_descs
 from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
@@ -133,9 +134,9 @@ class LargeRank:
         self._publisher = WeightPublisher(CpuBackend(), rank=rank)
         self.close = self._publisher.close
 
-    def open(self, manifest: bytes) -> None:
+    def open(self, plan: bytes) -> None:
         opening = OpenPublisher(
-            keys=make_run_keys("run"), epoch=1, manifest=manifest, transport="shm", num_slots=2, verify=True,
+            keys=make_run_keys("run"), epoch=1, plan=plan, transport="shm", num_slots=2, verify=True,
             host="127.0.0.1",
         )  # fmt: skip
         self._publisher.open(encode(opening))
@@ -158,13 +159,12 @@ def _status(name: str) -> int:
 
 def test_publish_needs_its_own_shards_and_one_slot() -> None:
     """Slots are shared memory, backed when it is first written: so the first publish of a slot adds that slot."""
-    shards = shard_descs(PARAMS, num_ranks=2)
     layout = record_layout(PlainModel(), PARAMS, worker=0)
-    manifest = manifest_to_bytes(build_manifest(epoch=1, params=PARAMS, shards=shards, workers=[layout]))
+    plan = share(build_plan(epoch=1, params=PARAMS, shards=row_shards(PARAMS, 2), workers=[layout]))
     learners = [Child(f"learner {rank}", LargeRank, rank, 2) for rank in range(2)]
     try:
-        for learner in learners:
-            learner.ask("open", manifest)
+        for learner, part in zip(learners, plan.for_learner.values(), strict=True):
+            learner.ask("open", part)
         peaks = [[learner.ask("publish", version) for learner in learners] for version in range(1, 5)]
     finally:
         for learner in learners:

@@ -53,8 +53,8 @@ from weight_sync.messages import (
     SyncReport,
     encode,
 )
-from weight_sync.plan.planner import DTYPE_BYTES, build_manifest, verify_manifest
-from weight_sync.plan.types import EngineParam, ParamMeta, RecordedCopy, ShardDesc, WorkerLayout
+from weight_sync.plan.planner import DTYPE_BYTES, build_plan, check_plan
+from weight_sync.plan.types import EngineParam, ParamMeta, RankShards, RecordedCopy, ShardBox, WorkerLayout
 from weight_sync.publish.shards import local_shards
 from weight_sync.publish.slots import Arena, SlotTable
 from weight_sync.receive.recorder import record
@@ -182,33 +182,33 @@ def moves(saved: Sequence[Saved], held: Sequence[Held], engines: Sequence[Any]) 
     """Records the engines' loaders, plans, and carries the plan out on numbers that say where they are from."""
     params = _params(saved)
     layouts = [_recorded(engine, params, worker) for worker, engine in enumerate(engines)]
-    manifest = build_manifest(epoch=1, params=params, shards=_shards(held), workers=layouts)
-    verify_manifest(manifest)
-    dtypes = {meta.name: meta.dtype for meta in manifest.params}
+    plan = build_plan(epoch=1, params=params, shards=_shards(params, held), workers=layouts)
+    check_plan(plan)
+    dtypes = {meta.name: meta.dtype for meta in plan.params}
     rows = {(h.rank, h.name): (h.start, h.stop) for h in held}
     full, offset = {}, 0
-    for meta in manifest.params:
+    for meta in plan.params:
         width = DTYPE_BYTES[meta.dtype]
         size = int(np.prod(meta.shape, dtype=np.int64)) * width
         full[meta.name] = np.arange(offset, offset + size).reshape(*(meta.shape or (1,)), width)
         offset += size
-    arenas = {plan.rank: np.full(plan.arena_bytes, -2) for plan in manifest.pack}
-    for plan in manifest.pack:
-        for item in plan.items:
-            first, stop = rows[plan.rank, item.param]
+    arenas = {pack.rank: np.full(pack.arena_bytes, -2) for pack in plan.pack}
+    for pack in plan.pack:
+        for item in pack.items:
+            first, stop = rows[pack.rank, item.param]
             shard = full[item.param][first:stop]
             box = shard[tuple(slice(a, a + n) for a, n in zip(item.start, item.size, strict=True))]
-            arenas[plan.rank][item.arena_off : item.arena_off + item.nbytes] = box.ravel()
+            arenas[pack.rank][item.arena_off : item.arena_off + item.nbytes] = box.ravel()
     came_from = [_bytes_of(layout) for layout in layouts]
     came_by = [_bytes_of(layout) for layout in layouts]
-    for plan in manifest.pull:
-        for run in plan.runs:
+    for pull in plan.pull:
+        for run in pull.runs:
             to = slice(run.dst_off, run.dst_off + run.nbytes)
             read = arenas[run.src_rank][run.src_off : run.src_off + run.nbytes]
             assert read.min() >= 0, "padding is read"
-            came_from[plan.worker][run.dst_param][to] = read
-            came_by[plan.worker][run.dst_param][to] = run.src_rank
-    packed = [sum(item.nbytes for item in plan.items) for plan in sorted(manifest.pack, key=lambda plan: plan.rank)]
+            came_from[pull.worker][run.dst_param][to] = read
+            came_by[pull.worker][run.dst_param][to] = run.src_rank
+    packed = [sum(item.nbytes for item in pack.items) for pack in plan.pack]
     return Moves(came_from, came_by, packed, dtypes)
 
 
@@ -230,7 +230,8 @@ def refused_plan(
         )
         for number, (tensors, copies) in enumerate(workers)
     ]  # fmt: skip
-    return _error_of(lambda: build_manifest(epoch=1, params=_params(saved), shards=_shards(held), workers=layouts))
+    params = _params(saved)
+    return _error_of(lambda: build_plan(epoch=1, params=params, shards=_shards(params, held), workers=layouts))
 
 
 def refused_loader(saved: Sequence[Saved], engine: torch.nn.Module) -> list[str]:
@@ -253,11 +254,16 @@ def _params(saved: Sequence[Saved]) -> tuple[ParamMeta, ...]:
     return tuple(ParamMeta(**entry._asdict()) for entry in saved)
 
 
-def _shards(held: Sequence[Held]) -> list[ShardDesc]:
+def _shards(params: Sequence[ParamMeta], held: Sequence[Held]) -> list[RankShards]:
     """Of several copies of the same rows, the first serves."""
-    return [
-        ShardDesc(param=h.name, rank=h.rank, row_start=h.start, row_stop=h.start if h.replica else h.stop) for h in held
-    ]
+    shapes = {meta.name: meta.shape for meta in params}
+    boxes: dict[int, list[ShardBox]] = {h.rank: [] for h in held}
+    for h in held:
+        if h.stop > h.start and not h.replica:
+            shape = shapes.get(h.name, ())
+            start, size = (h.start, *(0 for _ in shape[1:])), (h.stop - h.start, *shape[1:])
+            boxes[h.rank].append(ShardBox(h.name, start, size) if shape else ShardBox(h.name, (), ()))
+    return [RankShards.of(rank, params, own) for rank, own in boxes.items()]
 
 
 def _recorded(engine: Any, params: Sequence[ParamMeta], worker: int) -> WorkerLayout:
@@ -308,12 +314,16 @@ def _described(name: str, mesh: tuple[int, ...]) -> dict[str, str]:
         dist.destroy_process_group()
         params = {meta.name: meta for meta in metas}
         assert rank == 0 or list(params) == list(found), "ranks disagree"
+        for meta in metas:
+            found.setdefault(meta.name, f"{meta.dtype} {list(meta.shape)}:")
         for shard in shards:
-            meta, rows = params[shard.param], shard.row_stop - shard.row_start
-            words = found.setdefault(meta.name, f"{meta.dtype} {list(meta.shape)}:")
-            if rows:
-                assert tuple(tensors[meta.name].shape) == (rows, *meta.shape[1:]), shard
-                found[meta.name] = f"{words} {shard.row_start}-{shard.row_stop} of {shard.rank};"
+            start, rows = (shard.start[0], shard.size[0]) if shard.size else (0, 1)
+            assert (
+                tuple(tensors[shard.param].shape)
+                == shard.size
+                == (params[shard.param].shape and (rows, *params[shard.param].shape[1:]))
+            ), shard
+            found[shard.param] += f" {start}-{start + rows} of {rank};"
     return found
 
 
@@ -508,7 +518,7 @@ class _Opener:
         self._learner = learner
 
     async def open(self, _members: Sequence[Any], _give_up: float) -> Any:
-        return SimpleNamespace(manifest=SimpleNamespace(digest="simulated"))
+        return SimpleNamespace(plan=SimpleNamespace(root="simulated"))
 
     async def check_layout(self, _agreement: Any, member: Any, _give_up: float) -> None:
         if member.handle.fault("open"):

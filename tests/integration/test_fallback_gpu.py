@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
+from tests.fakes.row_shards import rows_of
 from tests.fakes.sync_world import LocalPublisher
 from tests.fakes.vllm_models import write_checkpoints
 from weight_sync.control.coordinator import SyncCoordinator
@@ -19,7 +20,6 @@ from weight_sync.control.epoch import SyncOptions
 from weight_sync.device.select import get_backend
 from weight_sync.plan.types import ParamMeta
 from weight_sync.publish.publisher import WeightPublisher
-from weight_sync.publish.shards import shard_descs
 from weight_sync.vllm.compat import EXTENSION
 from weight_sync.vllm.replica import AsyncLLMReplica
 
@@ -55,7 +55,7 @@ class Learner(LocalPublisher):
         return tuple(ParamMeta(name=n, shape=tuple(t.shape), dtype="bfloat16") for n, t in self.full.items())
 
     def ws_describe(self) -> bytes:
-        return self.publisher.describe(self.params(), shard_descs(self.params(), num_ranks=1))
+        return self.publisher.describe(self.params(), rows_of(self.params(), 0, 1))
 
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
         # float32 masters, as an optimizer holds them: exact, since the checkpoint is bfloat16.

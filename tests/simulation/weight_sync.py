@@ -179,7 +179,7 @@ class Opener:
         self._fleet = fleet
 
     async def open(self, _members: Sequence[Member], _give_up: float) -> Any:
-        return SimpleNamespace(manifest=SimpleNamespace(digest="simulated"))
+        return SimpleNamespace(plan=SimpleNamespace(root="simulated"))
 
     async def check_layout(self, _agreement: Any, _member: Member, _give_up: float) -> None: ...
 

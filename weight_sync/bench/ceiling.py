@@ -7,7 +7,6 @@ learner what a pull takes from it, 64 MiB at a time, each starting at another le
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,20 +15,16 @@ if TYPE_CHECKING:
     import torch
 
     from weight_sync.device.base import Backend, IpcHandle
-    from weight_sync.plan.types import Manifest
+    from weight_sync.plan.agreement import SharedPlan
 
 PIECE_BYTES = 64 << 20
 HEAD_START_S = 0.02
 """Between the order to copy and the instant at which all begin: enough for the order to reach everyone."""
 
 
-def volumes_of(manifest: Manifest) -> dict[int, Counter[int]]:
+def volumes_of(plan: SharedPlan) -> dict[int, Mapping[int, int]]:
     """Worker index -> learner rank -> bytes."""
-    found = {plan.worker: Counter[int]() for plan in manifest.pull}
-    for plan in manifest.pull:
-        for run in plan.runs:
-            found[plan.worker][run.src_rank] += run.nbytes
-    return found
+    return {worker: plan.pull(worker).bytes_by_source for worker in plan.sources}
 
 
 class Ceiling:

@@ -14,7 +14,7 @@ from weight_sync.bench.baselines import Party, Seat
 from weight_sync.bench.ceiling import Ceiling
 from weight_sync.bench.model import EngineModel
 from weight_sync.device.select import get_backend
-from weight_sync.plan.types import ShardDesc
+from weight_sync.plan.types import ShardBox
 from weight_sync.publish.publisher import WeightPublisher
 from weight_sync.publish.shards import chunk_rows
 from weight_sync.receive.receiver import WeightReceiver, WorkerService
@@ -90,13 +90,14 @@ class LearnerHost(_Host):
     def __init__(self, case: Case, rank: int, device_index: int) -> None:
         super().__init__(case, device_index)
         self._publisher = WeightPublisher(self._backend, rank=rank)
-        self._shards: list[ShardDesc] = []
+        self._shards: list[ShardBox] = []
         shapes: dict[str, torch.Size] = {}
         for meta in self._params:
             start, stop = chunk_rows(meta.shape[0], case.learners, rank)
-            self._shards.append(ShardDesc(param=meta.name, rank=rank, row_start=start, row_stop=stop))
             if stop > start:
                 shapes[meta.name] = torch.Size((stop - start, *meta.shape[1:]))
+                first = (start, *(0 for _ in meta.shape[1:]))
+                self._shards.append(ShardBox(meta.name, first, shapes[meta.name]))
         sizes = [shape.numel() for shape in shapes.values()]
         self._all = torch.empty(sum(sizes), dtype=getattr(torch, case.master_dtype), device=self._device)
         self._all.normal_(0.0, 0.02, generator=torch.Generator(device=self._device).manual_seed(1234 + rank))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from weight_sync.bench.processes import Answer
-    from weight_sync.plan.types import Manifest
+    from weight_sync.plan.agreement import SharedPlan
 
 BASELINE_ROUNDS = 3
 CEILING_ROUNDS = 10
@@ -134,7 +134,7 @@ class _Run:
     async def _steps(self, started: float) -> None:
         await gather_all(child.ask("start", timeout_s=self.case.case_timeout) for child in self.fleet.children())
         self.results.start_s = time.monotonic() - started
-        manifest = await self._open()
+        plan = await self._open()
         try:
             if self.generation is not None:
                 await self.generation.start()
@@ -150,9 +150,9 @@ class _Run:
         finally:
             await self.coordinator.close()
         if self.case.engine == "synthetic":
-            await self._ceiling(manifest)
+            await self._ceiling(plan)
 
-    async def _open(self) -> Manifest:
+    async def _open(self) -> SharedPlan:
         started = time.monotonic()
         await self.coordinator.open()
         self.results.open_s = time.monotonic() - started
@@ -160,8 +160,8 @@ class _Run:
         receivers = {name: info for replica in self.fleet.replicas for name, info in replica.receivers.items()}
         self.results.commit = ", ".join(sorted({info.commit for info in receivers.values()}))
         self.results.worker_bytes = {name: info.pull_bytes for name, info in sorted(receivers.items())}
-        assert self.coordinator.manifest is not None
-        return self.coordinator.manifest
+        assert self.coordinator.plan is not None
+        return self.coordinator.plan
 
     async def _syncs(self) -> None:
         for number in range(NUM_WARM_UPS + self.case.syncs):
@@ -263,8 +263,8 @@ class _Run:
         answers = await self._ask(self.fleet.workers(), "digests")
         return [digest for answer in answers for digest in answer.value]
 
-    async def _ceiling(self, manifest: Manifest) -> None:
-        volumes, timeout_s, workers = volumes_of(manifest), self.case.timeout, self.fleet.workers()
+    async def _ceiling(self, plan: SharedPlan) -> None:
+        volumes, timeout_s, workers = volumes_of(plan), self.case.timeout, self.fleet.workers()
         sizes = {rank: max(taken[rank] for taken in volumes.values()) for rank in range(self.case.learners)}
         sources = {rank: self.fleet.learners[rank].child for rank, size in sizes.items() if size}
         opened = await gather_all(

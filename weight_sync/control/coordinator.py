@@ -1,6 +1,6 @@
 """The driver's end: publishes a version, brings it to every replica, and lets replicas join and leave.
 
-    open():     describe + bake ─> manifest ─> open learners ─> open replicas (re-hash, map, probe) ─> ready
+    open():     describe + bake ─> plan ─> open learners ─> open replicas (prove, map, probe) ─> ready
     publish(v): all learner ranks pack
     sync(v):    all replicas prefetch beside generation
                 then, at most half of them at a time:  [freeze lock] pause ─> commit ─> label ─> resume
@@ -37,11 +37,12 @@ from weight_sync.messages import PackReport, PublishedDigests, ReplicaTimes, Run
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
-    from weight_sync.plan.types import Manifest
+    from weight_sync.plan.agreement import SharedPlan
+    from weight_sync.plan.types import PullPlan
 
 
 async def compare_with_learners(
-    opener: EpochOpener, manifest: Manifest, members: Sequence[Member], *, version: int, timeout_s: float
+    opener: EpochOpener, plan: SharedPlan, members: Sequence[Member], *, version: int, timeout_s: float
 ) -> None:
     """
     Raises:
@@ -57,20 +58,17 @@ async def compare_with_learners(
             live = open_reply(reply, RunDigests, party=party)
             if live.version != version:
                 raise WeightSyncError(f"{party} holds version {live.version}, not {version}; sync before the test")
-            wrong = _differing_params(manifest, worker, live, packed)
+            wrong = _differing_params(plan.pull(worker), live, packed)
             if wrong:
                 raise DigestMismatch(f"{party} differs from the learner in {', '.join(wrong)} at version {version}")
 
 
-def _differing_params(
-    manifest: Manifest, worker: int, live: RunDigests, packed: dict[int, dict[int, tuple[int, ...]]]
-) -> list[str]:
+def _differing_params(plan: PullPlan, live: RunDigests, packed: dict[int, dict[int, tuple[int, ...]]]) -> list[str]:
     """Engine parameters of which a run does not hold the learner's bytes. Pure."""
-    plan = next(plan for plan in manifest.pull if plan.worker == worker)
     wrong: set[str] = set()
     for rank, found in live.by_rank.items():
         names = [run.dst_param for run in plan.runs if run.src_rank == rank]
-        expected = packed[rank][worker]
+        expected = packed[rank][plan.worker]
         wrong.update(name for name, a, b in zip(names, found, expected, strict=True) if a != b)
     return sorted(wrong)
 
@@ -182,9 +180,9 @@ class SyncCoordinator:
         """A sync and a change of membership wait for each other."""
 
     @property
-    def manifest(self) -> Manifest | None:
+    def plan(self) -> SharedPlan | None:
         """The plan in use; None before `open`."""
-        return None if self._agreement is None else self._agreement.manifest
+        return None if self._agreement is None else self._agreement.plan
 
     @property
     def transport(self) -> str:
@@ -226,7 +224,7 @@ class SyncCoordinator:
                 await self._close_parties(agreement)
                 raise
             self._agreement = agreement
-            log.debug("weight sync epoch %d, manifest %s", self._opener.epoch, agreement.manifest.digest[:12])
+            log.debug("weight sync epoch %d, plan %s", self._opener.epoch, agreement.plan.root[:12])
 
     async def publish(self, version: int) -> float:
         """Let all learner ranks pack `version` from their current weights. Returns seconds of the slowest.
@@ -418,12 +416,12 @@ class SyncCoordinator:
             DigestMismatch: names replica, worker and parameters that differ.
             WeightSyncError: nothing was synced yet.
         """
-        manifest = self._opened().manifest
+        plan = self._opened().plan
         if not self._published:
             raise WeightSyncError("nothing was published yet; publish and sync a version first")
         live = [member for member in self._members.values() if member.state == "live"]
         await compare_with_learners(
-            self._opener, manifest, live, version=max(self._published), timeout_s=self._options.timeout_s
+            self._opener, plan, live, version=max(self._published), timeout_s=self._options.timeout_s
         )
 
     @asynccontextmanager

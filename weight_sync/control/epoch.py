@@ -1,6 +1,6 @@
 """Opens and closes an epoch: describe, record, plan, connect, and release.
 
-    describe (learners) + bake (replicas) ─> manifest ─> open learners ─> open replicas (re-hash, map, probe) ─> link
+    describe (learners) + bake (replicas) ─> plan ─> open learners ─> open replicas (prove, map, probe) ─> link
 
 A replica that joins later goes through bake, open and link alone; learners and other replicas keep what they have.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -31,12 +31,12 @@ from weight_sync.messages import (
     ReplicaLeft,
     decode,
     encode,
-    manifest_to_bytes,
     open_reply,
 )
-from weight_sync.plan.planner import build_manifest
+from weight_sync.plan.agreement import SharedPlan, share
+from weight_sync.plan.planner import build_plan
 from weight_sync.plan.routes import Party, RelayMode, plan_routes
-from weight_sync.plan.types import Manifest, ParamMeta, WorkerLayout
+from weight_sync.plan.types import RankShards, WorkerLayout
 from weight_sync.receive.staging import shadow_plan
 from weight_sync.transports.base import arena_bytes
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from weight_sync.control.members import Member, PublisherHandle, ReplicaHandle
+    from weight_sync.plan.types import ParamMeta, Plan
 
 
 log = logging.getLogger(__name__)
@@ -64,10 +65,10 @@ class SyncOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether replicas hand versions on to each other where they outnumber the learners, or are on other nodes."""
 
 
-class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+class Agreement(NamedTuple):
     """What all members of an epoch share."""
 
-    manifest: Manifest
+    plan: SharedPlan
     publishers: tuple[PublisherInfo, ...]
     layout: tuple[WorkerLayout, ...]
     """Of every replica."""
@@ -100,29 +101,29 @@ class EpochOpener:
         """
         self._epoch += 1
         self.hang_up()
-        layouts = await self._describe(give_up)
-        params = layouts[0].params
+        params, shards = await self._describe(give_up)
         baked = await self._bake(params, members, give_up)
         first_name, first = next(iter(baked.items()))
         for name, other in baked.items():
             if other != first:
                 raise PlanMismatch(f"replicas {first_name} and {name} split the model differently; start them alike")
-        shards = [shard for layout in layouts for shard in layout.shards]
-        # Planning a large model takes a while; the loop has other things to do.
-        manifest = await asyncio.to_thread(
-            build_manifest, epoch=self._epoch, params=params, shards=shards, workers=first
-        )
-        for line in _memory_lines(manifest, self._options):
-            log.debug("%s", line)  # before anything is allocated
-        publishers = await self._open_publishers(manifest, give_up)
-        return Agreement(manifest=manifest, publishers=publishers, layout=first)
+
+        def plan() -> SharedPlan:
+            whole = build_plan(epoch=self._epoch, params=params, shards=shards, workers=first)
+            for line in _memory_lines(whole, self._options):
+                log.debug("%s", line)  # before anything is allocated
+            return share(whole)
+
+        shared = await asyncio.to_thread(plan)  # seconds for a large model; the loop has other things to do
+        publishers = await self._open_publishers(shared, [shard.rank for shard in shards], give_up)
+        return Agreement(plan=shared, publishers=publishers, layout=first)
 
     async def check_layout(self, agreement: Agreement, member: Member, give_up: float) -> None:
         """
         Raises:
             PlanMismatch: a newcomer splits the model differently from the replicas of the epoch.
         """
-        baked = await self._bake(agreement.manifest.params, [member], give_up)
+        baked = await self._bake(agreement.plan.params, [member], give_up)
         if baked[member.name] != agreement.layout:
             raise PlanMismatch(f"replica {member.name} splits the model differently from the others; start it alike")
 
@@ -130,16 +131,16 @@ class EpochOpener:
         """Open the replicas' workers, and a line to each.
 
         Raises:
-            PlanMismatch: a worker agreed to another manifest.
+            PlanMismatch: a worker agreed to another plan.
             TransportUnusable: a worker cannot reach a learner.
         """
-        manifest, options = agreement.manifest, self._options
+        plan, options = agreement.plan, self._options
 
         def request(name: str) -> bytes:
             opening = OpenReceiver(
                 keys=self._keys,
                 epoch=self._epoch,
-                manifest=manifest_to_bytes(manifest),
+                plan=plan.for_replica,
                 replica=name,
                 commit=options.commit,
                 verify=options.verify,
@@ -157,7 +158,7 @@ class EpochOpener:
             parties = enumerate(replies[member.name])
             workers = tuple(open_reply(reply, ReceiverInfo, party=f"{member.name}/{i}") for i, reply in parties)
             for info in workers:
-                _check_and_log(info, member.name, manifest)
+                _check_and_log(info, member.name, plan)
             member.connect(workers, self._lines)
 
     async def link(self, agreement: Agreement, members: Sequence[Member], give_up: float) -> None:
@@ -230,13 +231,9 @@ class EpochOpener:
             raise PullTimeout(f"weight sync took longer than weight_sync.timeout_s = {self._options.timeout_s}")
         return left_s
 
-    async def _describe(self, give_up: float) -> list[PublisherLayout]:
+    async def _describe(self, give_up: float) -> tuple[tuple[ParamMeta, ...], list[RankShards]]:
         answers = await self.on_publishers("ws_describe", timeout_s=self.left(give_up))
-        layouts = [decode(answer, PublisherLayout) for answer in answers]
-        for layout in layouts[1:]:
-            if layout.params != layouts[0].params:
-                raise PlanMismatch(f"learner ranks {layouts[0].rank} and {layout.rank} describe different parameters")
-        return layouts
+        return await asyncio.to_thread(_learner_layout, answers)
 
     async def _bake(
         self, params: tuple[ParamMeta, ...], members: Sequence[Member], give_up: float
@@ -251,18 +248,29 @@ class EpochOpener:
             log.debug("modules of the engines: %s", line)
         return layouts
 
-    async def _open_publishers(self, manifest: Manifest, give_up: float) -> tuple[PublisherInfo, ...]:
-        opening = OpenPublisher(
-            keys=self._keys,
-            epoch=self._epoch,
-            manifest=manifest_to_bytes(manifest),
-            transport=self._options.transport,
-            num_slots=self._options.num_slots,
-            verify=self._options.verify,
-            host=self._options.host,
+    async def _open_publishers(
+        self, plan: SharedPlan, ranks: Sequence[int], give_up: float
+    ) -> tuple[PublisherInfo, ...]:
+        """`ranks` are those of the publishers."""
+
+        def request(data: bytes) -> bytes:
+            opening = OpenPublisher(
+                keys=self._keys,
+                epoch=self._epoch,
+                plan=data,
+                transport=self._options.transport,
+                num_slots=self._options.num_slots,
+                verify=self._options.verify,
+                host=self._options.host,
+            )
+            return encode(opening)
+
+        left_s = self.left(give_up)
+        calls = (
+            publisher.call("ws_open", request(plan.for_learner[rank]), timeout_s=left_s)
+            for publisher, rank in zip(self._publishers, ranks, strict=True)
         )
-        answers = await self.on_publishers("ws_open", encode(opening), timeout_s=self.left(give_up))
-        return tuple(decode(answer, PublisherInfo) for answer in answers)
+        return tuple(decode(answer, PublisherInfo) for answer in await gather_all(calls))
 
     async def _on_replicas(
         self, members: Sequence[Member], method: str, request: Callable[[str], bytes], give_up: float
@@ -285,8 +293,8 @@ def _link_requests(
     }
     handles = {f"{name}/{info.worker}": info.relay for name, workers in members.items() for info in workers}
     nodes = {info.rank: info.node for info in agreement.publishers}
-    sources = {plan.worker: sorted({run.src_rank for run in plan.runs}) for plan in agreement.manifest.pull}
-    routes = plan_routes(nodes, [party for team in parties.values() for party in team], sources, relay=relay)
+    receivers = [party for team in parties.values() for party in team]
+    routes = plan_routes(nodes, receivers, agreement.plan.sources, relay=relay)
     # A receiver has one predecessor, whatever the source.
     predecessors = {name: next(filter(None, route.values()), None) for name, route in routes.items()}
     read = set(predecessors.values())
@@ -303,9 +311,9 @@ def _link_requests(
     return {name: [request(party.name) for party in team] for name, team in parties.items()}
 
 
-def _check_and_log(info: ReceiverInfo, replica: str, manifest: Manifest) -> None:
-    if info.manifest_digest != manifest.digest:
-        raise PlanMismatch(f"{replica}/{info.worker} agreed to another manifest: {info.manifest_digest[:12]}")
+def _check_and_log(info: ReceiverInfo, replica: str, plan: SharedPlan) -> None:
+    if info.plan_root != plan.root:
+        raise PlanMismatch(f"{replica}/{info.worker} agreed to another plan: {info.plan_root[:12]}")
     ways = ", ".join(f"learner {rank} by {how}" for rank, how in sorted(info.transports.items()))
     log.info(
         "%s/%d: %s; %s; %.1f MB per version, shadow %.1f MB",
@@ -315,18 +323,33 @@ def _check_and_log(info: ReceiverInfo, replica: str, manifest: Manifest) -> None
         log.warning("%s/%d does not read %s", replica, info.worker, reason)
 
 
-def _memory_lines(manifest: Manifest, options: SyncOptions) -> list[str]:
+def _learner_layout(answers: Sequence[bytes]) -> tuple[tuple[ParamMeta, ...], list[RankShards]]:
+    """
+    Raises:
+        PlanMismatch: ranks describe different parameters, or rank 0 is missing.
+    """
+    layouts = [decode(answer, PublisherLayout) for answer in answers]
+    first = next((layout for layout in layouts if layout.rank == 0), None)
+    if first is None:
+        raise PlanMismatch(f"learner rank 0 describes the parameters, got ranks {[x.rank for x in layouts]}")
+    for layout in layouts:
+        if layout.params_digest != first.params_digest:
+            raise PlanMismatch(f"learner ranks {first.rank} and {layout.rank} describe different parameters")
+    return first.params, [RankShards.from_table(x.rank, first.params, x.shards) for x in layouts]
+
+
+def _memory_lines(plan: Plan, options: SyncOptions) -> list[str]:
     """What the parties are about to allocate, once for the whole epoch: per learner rank and per engine worker."""
     arenas = [
-        f"rank {plan.rank} {options.num_slots} x {_size(plan.arena_bytes)}, with the probe "
-        f"{_size(arena_bytes(plan.arena_bytes, options.num_slots))}"
-        for plan in sorted(manifest.pack, key=lambda plan: plan.rank)
+        f"rank {pack.rank} {options.num_slots} x {_size(pack.arena_bytes)}, with the probe "
+        f"{_size(arena_bytes(pack.arena_bytes, options.num_slots))}"
+        for pack in plan.pack
     ]
     match options.commit:
         case "inplace":
             return [f"memory of learners: {'; '.join(arenas)}", "memory of engines: no shadow, commits are in place"]
         case "staged" | "auto":
-            shadows = [f"worker {plan.worker} {_size(shadow_plan(plan.runs).nbytes)}" for plan in manifest.pull]
+            shadows = [f"worker {pull.worker} {_size(shadow_plan(pull).nbytes)}" for pull in plan.pull]
             note = "" if options.commit == "staged" else ", if it fits into what is free then"
             return [
                 f"memory of learners: {'; '.join(arenas)}",

@@ -1,71 +1,53 @@
 """Proof that a plan is whole: every byte of every engine parameter exactly once, inside its slot, in the right dtype.
 
 Each function returns all problems as sentences instead of raising at the first: a renamed model has many.
+
+`input_problems` is about what the planner is given. Of what it makes, a party proves its own part (`pack_problems`,
+`pull_problems`); the planner, who alone sees the whole, proves all parts and that they fit each other
+(`plan_problems`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from math import prod
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weight_sync.plan.geometry import TooScattered, dense_runs, extent, merge_spans, num_uncovered, spans_of_runs
+from weight_sync.plan.types import DTYPE_BYTES, most_dims, padded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from weight_sync.plan.types import (
         EngineParam,
-        Manifest,
-        PackItem,
         PackPlan,
         ParamMeta,
+        Plan,
         PullPlan,
+        RankShards,
         RecordedCopy,
-        Run,
-        ShardDesc,
         WorkerLayout,
     )
 
 
-DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        "float64": 8,
-        "float32": 4,
-        "float16": 2,
-        "bfloat16": 2,
-        "float8_e4m3fn": 1,
-        "float8_e5m2": 1,
-        "int64": 8,
-        "int32": 4,
-        "int16": 2,
-        "int8": 1,
-        "uint8": 1,
-        "bool": 1,
-    }
-)
-"""Bytes per element of the dtypes that can travel, by torch name."""
 MAX_OFFSET = 1 << 60
 """Offsets and sizes stay far below the 64-bit limit, so that sums of two cannot overflow."""
-
-
-def num_rows(meta: ParamMeta) -> int:
-    """Rows that shards are counted in: dimension 0, or 1 for a scalar."""
-    return meta.shape[0] if meta.shape else 1
+MAX_NAMED = 8
+"""Faults of one kind that are named one by one."""
 
 
 def input_problems(
-    params: Sequence[ParamMeta], shards: Sequence[ShardDesc], workers: Sequence[WorkerLayout]
+    params: Sequence[ParamMeta], shards: Sequence[RankShards], workers: Sequence[WorkerLayout]
 ) -> list[str]:
-    """Why these three cannot become a manifest; empty if they can."""
+    """Why these three cannot become a plan; empty if they can."""
     by_name = {meta.name: meta for meta in params}
-    problems = _param_problems(params) + _shard_problems(by_name, shards)
+    problems = _param_problems(params) + _shard_problems(params, shards)
     problems += [f"worker {w} occurs {n} times" for w, n in Counter(x.worker for x in workers).items() if n > 1]
     if not workers:
-        problems.append("no engine worker; a manifest needs at least one")
+        problems.append("no engine worker; a plan needs at least one")
     for layout in workers:
         problems += _worker_problems(by_name, layout)
     return problems + _unmatched_problems(by_name, workers)
@@ -78,39 +60,88 @@ def _param_problems(params: Sequence[ParamMeta]) -> list[str]:
     for meta in params:
         if meta.dtype not in DTYPE_BYTES:
             problems.append(f"{meta.name} has dtype {meta.dtype!r}; allowed are {', '.join(DTYPE_BYTES)}")
-        if any(n < 0 for n in meta.shape):
+        if any(n < 0 for n in meta.shape) or prod(meta.shape) > MAX_OFFSET >> 3:
             problems.append(f"{meta.name} has the impossible shape {meta.shape}")
     return problems
 
 
-def _shard_problems(by_name: Mapping[str, ParamMeta], shards: Sequence[ShardDesc]) -> list[str]:
-    problems: list[str] = []
-    filled: defaultdict[str, list[ShardDesc]] = defaultdict(list)
-    for (name, rank), n in Counter((s.param, s.rank) for s in shards).items():
-        if n > 1:
-            problems.append(f"rank {rank} lists {n} shards of {name}; one is allowed")
+def _shard_problems(params: Sequence[ParamMeta], shards: Sequence[RankShards]) -> list[str]:
+    """Every element must be held. Ranks may hold the same box, as replicas, but different boxes must not overlap."""
+    problems = [f"rank {r} describes itself {n} times" for r, n in Counter(s.rank for s in shards).items() if n > 1]
+    shapes = padded([meta.shape for meta in params], most_dims(params), 1)
+    held = [np.zeros((0, 2 + 2 * shapes.shape[1]), np.int64)]
     for shard in shards:
-        meta = by_name.get(shard.param)
-        if meta is None:
-            problems.append(f"rank {shard.rank} holds {shard.param}, which the learner's parameters do not list")
-        elif not 0 <= shard.row_start <= shard.row_stop <= num_rows(meta):
-            problems.append(
-                f"rank {shard.rank} holds rows {shard.row_start}-{shard.row_stop} of {shard.param}, "
-                f"which has {num_rows(meta)} rows"
-            )
-        elif shard.row_stop > shard.row_start:
-            filled[shard.param].append(shard)
-    for name, meta in by_name.items():
-        at = 0
-        for shard in sorted(filled[name], key=lambda s: s.row_start):
-            if shard.row_start != at:
-                word = "are held by no rank" if shard.row_start > at else "are held twice"
-                low, high = sorted((shard.row_start, at))
-                problems.append(f"rows {low}-{high} of {name} {word} (at rank {shard.rank})")
-            at = max(at, shard.row_stop)
-        if at != num_rows(meta):
-            problems.append(f"rows {at}-{num_rows(meta)} of {name} are held by no rank")
+        for i in np.flatnonzero(np.bincount(shard.param, minlength=1) > 1).tolist():
+            problems.append(f"rank {shard.rank} lists more than one shard of {params[i].name}; one is allowed")
+        outside = (shard.start < 0).any(1) | (shard.start + shard.size > shapes[shard.param]).any(1)
+        for i in np.flatnonzero(outside).tolist():
+            meta = params[int(shard.param[i])]
+            box = _box(shard.start[i], shard.size[i], len(meta.shape))
+            problems.append(f"rank {shard.rank} holds {box} of {meta.name}, whose shape is {meta.shape}")
+        boxes = np.column_stack([shard.param, shard.start, shard.size, np.full(len(shard.param), shard.rank)])
+        held.append(boxes[~outside])
+    boxes = np.concatenate(held)
+    boxes = boxes[np.lexsort(boxes.T[::-1])]
+    is_other = np.ones(len(boxes), bool)
+    is_other[1:] = (boxes[1:, :-1] != boxes[:-1, :-1]).any(1)
+    return problems + _tiling_problems(params, shapes, boxes[is_other])
+
+
+def _tiling_problems(params: Sequence[ParamMeta], shapes: np.ndarray, held: np.ndarray) -> list[str]:
+    """`held` are different boxes, sorted: int64[N, 2 + 2 D] of parameter, start, size, a rank."""
+    num_dims = shapes.shape[1]
+    param, start, size = held[:, 0], held[:, 1 : 1 + num_dims], held[:, 1 + num_dims : -1]
+    volume = np.zeros(len(params), np.int64)
+    np.add.at(volume, param, size.prod(1))
+    is_suspect = volume != shapes.prod(1)
+    is_row = (size[:, 1:] == shapes[param, 1:]).all(1)
+    is_cut = np.zeros(len(params), bool)
+    is_cut[param[~is_row]] = True
+    # By rows, each box must begin where the one before it ends.
+    before = np.zeros(len(held), np.int64)
+    before[1:] = np.where(param[1:] == param[:-1], (start + size)[:-1, 0], 0)
+    is_suspect[param[start[:, 0] != before]] = True
+    is_suspect |= is_cut
+    problems: list[str] = []
+    uncovered: dict[bytes, int] = {}
+    first, last = (
+        np.searchsorted(param, np.arange(len(params))),
+        np.searchsorted(param, np.arange(len(params)), "right"),
+    )
+    for i in np.flatnonzero(is_suspect).tolist():
+        meta, boxes = params[i], slice(first[i], last[i])
+        if not is_cut[i]:
+            problems += _row_problems(meta, start[boxes, 0], size[boxes, 0], held[boxes, -1])
+            continue
+        key = shapes[i].tobytes() + held[boxes, 1:-1].tobytes()  # many parameters are alike
+        if key not in uncovered:
+            sides = zip(start[boxes].tolist(), size[boxes].tolist(), strict=True)
+            uncovered[key] = num_uncovered(tuple(shapes[i].tolist()), [(tuple(a), tuple(n)) for a, n in sides])
+        if missing := uncovered[key]:
+            problems.append(f"{missing} of {prod(meta.shape)} elements of {meta.name} are held by no rank")
+        if twice := int(volume[i]) - (prod(meta.shape) - missing):
+            problems.append(f"{twice} elements of {meta.name} are held in boxes that overlap and are not the same")
     return problems
+
+
+def _row_problems(meta: ParamMeta, starts: np.ndarray, sizes: np.ndarray, ranks: np.ndarray) -> list[str]:
+    problems: list[str] = []
+    at, num_rows = 0, meta.shape[0] if meta.shape else 1
+    for start, size, rank in zip(starts.tolist(), sizes.tolist(), ranks.tolist(), strict=True):
+        if start != at:
+            word = "are held by no rank" if start > at else "are held twice"
+            low, high = sorted((start, at))
+            problems.append(f"rows {low}-{high} of {meta.name} {word} (at rank {rank})")
+        at = max(at, start + size)
+    if at != num_rows and prod(meta.shape):
+        problems.append(f"rows {at}-{num_rows} of {meta.name} are held by no rank")
+    return problems
+
+
+def _box(start: np.ndarray, size: np.ndarray, ndim: int) -> str:
+    """ "rows 0-3", or for more than rows "[0:3, 2:4]"."""
+    spans = [(a, a + n) for a, n in zip(start[: max(1, ndim)].tolist(), size.tolist(), strict=False)]
+    return f"[{', '.join(f'{a}:{b}' for a, b in spans)}]"
 
 
 def _worker_problems(by_name: Mapping[str, ParamMeta], layout: WorkerLayout) -> list[str]:
@@ -192,86 +223,92 @@ def _unmatched_problems(by_name: Mapping[str, ParamMeta], workers: Sequence[Work
     return problems
 
 
-def manifest_problems(manifest: Manifest) -> list[str]:
-    """What is inconsistent inside a manifest, the digest aside."""
-    problems = _param_problems(manifest.params)
-    by_name = {meta.name: meta for meta in manifest.params if meta.dtype in DTYPE_BYTES}
-    problems += [f"rank {r} has {n} pack plans" for r, n in Counter(p.rank for p in manifest.pack).items() if n > 1]
-    problems += [f"worker {w} has {n} pull plans" for w, n in Counter(p.worker for p in manifest.pull).items() if n > 1]
-    packed: dict[int, np.ndarray] = {}
-    for plan in manifest.pack:
-        problems += _pack_problems(by_name, plan)
-        packed[plan.rank], num_twice = merge_spans(_spans((i.arena_off, i.nbytes) for i in plan.items))
-        if num_twice:
-            problems.append(f"rank {plan.rank}: {num_twice} bytes of the arena are packed more than once")
-    for plan in manifest.pull:
-        written: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        for run, is_packed in zip(plan.runs, _are_packed(packed, plan.runs), strict=True):
-            if run.nbytes <= 0 or run.src_off < 0 or not 0 <= run.dst_off < MAX_OFFSET:
-                where = f"{_run_of(plan, run)} to {run.dst_param}+{run.dst_off}"
-                problems.append(f"{where}: size or offset is out of range")
-            elif not is_packed:
-                problems.append(f"{_run_of(plan, run)} reads bytes that are not packed")
-            written[run.dst_param].append((run.dst_off, run.nbytes))
-        for name, spans in written.items():
-            _, num_twice = merge_spans(_spans(spans))
-            if num_twice:
-                problems.append(f"worker {plan.worker}: {num_twice} bytes of {name} are written more than once")
+def plan_problems(plan: Plan) -> list[str]:
+    """What is inconsistent in any part of a plan, or between parts."""
+    problems = [problem for pack in plan.pack for problem in pack_problems(pack)]
+    problems += [problem for pull in plan.pull for problem in pull_problems(pull)]
+    problems += [f"rank {r} has {n} pack plans" for r, n in Counter(p.rank for p in plan.pack).items() if n > 1]
+    problems += [f"worker {w} has {n} pull plans" for w, n in Counter(p.worker for p in plan.pull).items() if n > 1]
+    if problems:
+        return problems
+    empty = np.zeros((0, 4), np.int64)
+    served = [
+        np.column_stack([np.full(len(p.readers), p.rank), p.readers[:, :1], p.segments[p.readers[:, 1]]])
+        for p in sorted(plan.pack, key=lambda pack: pack.rank)
+    ]
+    wanted = [
+        np.column_stack([p.table[:, :1], np.full(len(p.table), p.worker), p.table[:, [1, 4]]])
+        for p in sorted(plan.pull, key=lambda pull: pull.worker)
+    ]
+    # Learner by learner, worker by worker, each in the order of the worker's plan.
+    here, there = (np.concatenate([empty, *tables]) for tables in (served, wanted))
+    if here.shape != there.shape or (here != there[np.argsort(there[:, 0], kind="stable")]).any():
+        problems.append("learners serve other runs than the ones that workers read")
     return problems
 
 
-def _pack_problems(by_name: Mapping[str, ParamMeta], plan: PackPlan) -> list[str]:
-    problems: list[str] = []
-    for item in plan.items:
-        fault = _item_fault(by_name.get(item.param), item, plan.arena_bytes)
-        if fault:
-            problems.append(f"rank {plan.rank}: {item.param} at byte {item.arena_off}: {fault}")
+def pack_problems(plan: PackPlan) -> list[str]:
+    """What is inconsistent in a learner rank's own part."""
+    who, params = f"rank {plan.rank}", plan.params
+    problems = _param_problems(params)
+    num_dims = plan.table.shape[1] // 2 - 1
+    if plan.table.shape[1] != 2 + 2 * num_dims or num_dims < most_dims(params):
+        problems.append(f"{who}: items have {plan.table.shape[1]} columns, parameters up to {most_dims(params)} dims")
+    if plan.segments.shape[1] != 2 or plan.readers.shape[1] != 2:
+        problems.append(f"{who}: segments and readers must have 2 columns")
+    if problems:
+        return problems
+    index, offset, start, size = plan.table[:, 0], plan.table[:, 1], *np.split(plan.table[:, 2:], 2, axis=1)
+    if ((index < 0) | (index >= len(params))).any():
+        return [f"{who}: items of no such parameter; there are {len(params)}"]
+    shapes = padded([meta.shape for meta in params], num_dims, 1)[index]
+    faults = [("exceeds the parameter's shape", (start < 0) | (size <= 0) | (start > shapes - size))]
+    limit = min(plan.arena_bytes, MAX_OFFSET)
+    itemsize = np.array([DTYPE_BYTES[meta.dtype] for meta in params], np.int64)[index]
+    nbytes = np.where(faults[0][1].any(1), 0, size.prod(1) * itemsize)
+    faults.append((f"ends beyond the arena of {limit} bytes", ((offset < 0) | (offset > limit - nbytes))[:, None]))
+    faults.append(("is not aligned to its elements", (offset % itemsize != 0)[:, None]))
+    for fault, mask in faults:
+        for i in np.flatnonzero(mask.any(1))[:MAX_NAMED].tolist():
+            box = _box(start[i], size[i], len(params[index[i]].shape))
+            problems.append(f"{who}: {box} of {params[index[i]].name} at byte {offset[i]}: {fault}")
+    if problems:
+        return problems
+    packed, num_twice = merge_spans(np.column_stack([offset, offset + nbytes]))
+    if num_twice:
+        problems.append(f"{who}: {num_twice} bytes of the arena are packed more than once")
+    first, length = plan.segments.T
+    at = np.searchsorted(packed[:, 0], first, side="right") - 1
+    ends = packed[at, 1] if len(packed) else np.zeros(len(at), np.int64)
+    wrong = (at < 0) | (first < 0) | (length <= 0) | (length > ends - first)
+    for i in np.flatnonzero(wrong)[:MAX_NAMED].tolist():
+        problems.append(f"{who}: a run of {length[i]} bytes at {first[i]} reads bytes that are not packed")
+    if ((plan.readers[:, 1] < 0) | (plan.readers[:, 1] >= len(plan.segments))).any():
+        problems.append(f"{who}: a worker reads a run that is not listed")
     return problems
 
 
-def _item_fault(meta: ParamMeta | None, item: PackItem, arena_bytes: int) -> str:
-    if meta is None:
-        return "no such parameter"
-    if len(item.start) != len(meta.shape) or len(item.size) != len(meta.shape):
-        return f"box has {len(item.size)} dimensions, the parameter's shape is {meta.shape}"
-    if any(a < 0 or n <= 0 or a + n > m for a, n, m in zip(item.start, item.size, meta.shape, strict=True)):
-        return f"box at {item.start} of size {item.size} exceeds {meta.shape}"
-    itemsize = DTYPE_BYTES[meta.dtype]
-    if item.nbytes != prod(item.size) * itemsize:
-        return f"{item.nbytes} bytes for {prod(item.size)} elements of {meta.dtype}"
-    if item.arena_off < 0 or item.arena_off + item.nbytes > min(arena_bytes, MAX_OFFSET):
-        return f"ends at byte {item.arena_off + item.nbytes} of an arena of {arena_bytes}"
-    if item.arena_off % itemsize:
-        return f"is not aligned to its {itemsize}-byte elements"
-    return ""
-
-
-def _spans(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
-    """(offset, nbytes) -> int64[R, 2]; those that are reported as impossible anyway are left out."""
-    spans = [(a, a + n) for a, n in pairs if n > 0 and 0 <= a < MAX_OFFSET and a + n <= MAX_OFFSET]
-    return np.array(spans, np.int64).reshape(-1, 2)
-
-
-def _are_packed(packed: Mapping[int, np.ndarray], runs: Sequence[Run]) -> list[bool]:
-    """Which runs lie inside one of the disjoint sorted intervals that their rank packs."""
-    by_rank: defaultdict[int, list[int]] = defaultdict(list)
-    for i, run in enumerate(runs):
-        by_rank[run.src_rank].append(i)
-    inside = np.zeros(len(runs), bool)
-    for rank, indices in by_rank.items():
-        intervals = packed.get(rank)
-        if intervals is not None and len(intervals):
-            first = _clipped(runs[i].src_off for i in indices)
-            last = _clipped(runs[i].src_off + runs[i].nbytes for i in indices)
-            at = np.searchsorted(intervals[:, 0], first, side="right") - 1
-            inside[indices] = (at >= 0) & (last <= intervals[at, 1])
-    return inside.tolist()
-
-
-def _clipped(offsets: Iterable[int]) -> np.ndarray:
-    """int64[R]; what no arena can hold becomes an offset outside of all."""
-    return np.fromiter((max(-1, min(offset, MAX_OFFSET + 1)) for offset in offsets), np.int64)
-
-
-def _run_of(plan: PullPlan, run: Run) -> str:
-    return f"worker {plan.worker}: run of {run.nbytes} bytes at {run.src_off} of rank {run.src_rank}"
+def pull_problems(plan: PullPlan) -> list[str]:
+    """What is inconsistent in an engine worker's own part, its parameters aside."""
+    who = f"worker {plan.worker}"
+    if plan.table.shape[1] != 5:
+        return [f"{who}: runs must have 5 columns, got {plan.table.shape[1]}"]
+    rank, src_off, index, dst_off, nbytes = plan.table.T
+    if ((index < 0) | (index >= len(plan.names))).any():
+        return [f"{who}: runs to no such parameter; there are {len(plan.names)}"]
+    wrong = (rank < 0) | (nbytes <= 0) | (nbytes > MAX_OFFSET)
+    wrong |= (src_off < 0) | (src_off > MAX_OFFSET) | (dst_off < 0) | (dst_off > MAX_OFFSET)
+    problems = [
+        f"{who}: run of {nbytes[i]} bytes at {src_off[i]} of rank {rank[i]} to {plan.names[index[i]]}+{dst_off[i]}: "
+        "rank, size or offset is out of range"
+        for i in np.flatnonzero(wrong)[:MAX_NAMED].tolist()
+    ]
+    if problems:
+        return problems
+    order = np.lexsort((dst_off, index))
+    to, first, stop = index[order], dst_off[order], (dst_off + nbytes)[order]
+    again = np.flatnonzero((to[1:] == to[:-1]) & (first[1:] < stop[:-1]))
+    return [
+        f"{who}: bytes of {plan.names[to[i]]} from {first[i + 1]} on are written more than once"
+        for i in again[:MAX_NAMED].tolist()
+    ]

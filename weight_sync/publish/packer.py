@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from weight_sync.device.base import Backend
     from weight_sync.device.fused import BatchCopy
-    from weight_sync.plan.types import Manifest, PackPlan
+    from weight_sync.plan.types import PackPlan
 
 
 class PackStep(NamedTuple):
@@ -26,9 +26,9 @@ class PackStep(NamedTuple):
     """One per slot, of the box's shape and wire dtype."""
 
 
-def pack_steps(manifest: Manifest, plan: PackPlan, slots: Sequence[torch.Tensor]) -> tuple[PackStep, ...]:
+def pack_steps(plan: PackPlan, slots: Sequence[torch.Tensor]) -> tuple[PackStep, ...]:
     """`slots` are uint8 views of the arena slots."""
-    dtypes = {param.name: getattr(torch, param.dtype) for param in manifest.params}
+    dtypes = {param.name: getattr(torch, param.dtype) for param in plan.params}
     steps: list[PackStep] = []
     for item in plan.items:
         box = tuple(slice(start, start + size) for start, size in zip(item.start, item.size, strict=True))

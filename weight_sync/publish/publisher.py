@@ -11,6 +11,7 @@ There is no collective and no full tensor: a rank packs boxes of its own shards,
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import threading
 import time
@@ -48,10 +49,10 @@ from weight_sync.messages import (
     Response,
     decode,
     encode,
-    manifest_from_bytes,
 )
 from weight_sync.node import node_id, reachable_host
-from weight_sync.plan.planner import verify_manifest
+from weight_sync.plan.agreement import open_pack
+from weight_sync.plan.types import RankShards
 from weight_sync.publish.packer import Packer, pack_steps
 from weight_sync.publish.slots import Arena
 from weight_sync.transports.exporter import Offer, offered
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 
     from weight_sync.device.base import Backend
     from weight_sync.device.fused import BatchDigest
-    from weight_sync.plan.types import Manifest, PackPlan, ParamMeta, ShardDesc
+    from weight_sync.plan.types import PackPlan, ParamMeta, ShardBox
 
 
 log = logging.getLogger(__name__)
@@ -195,14 +196,11 @@ class Segments(NamedTuple):
     """Worker -> index into `ranges` per run, in plan order."""
 
 
-def segments_of(manifest: Manifest, rank: int) -> Segments:
-    """What `rank` must digest. Pure."""
-    index: dict[tuple[int, int], int] = {}
-    of_worker: dict[int, tuple[int, ...]] = {}
-    for plan in manifest.pull:
-        runs = [(run.src_off, run.nbytes) for run in plan.runs if run.src_rank == rank]
-        of_worker[plan.worker] = tuple(index.setdefault(run, len(index)) for run in runs)
-    return Segments(tuple(index), of_worker)
+def segments_of(plan: PackPlan) -> Segments:
+    """What a rank must digest. Pure."""
+    workers, segments = plan.readers.T
+    of_worker = {w: tuple(segments[workers == w].tolist()) for w in sorted(set(workers.tolist()))}
+    return Segments(tuple((offset, nbytes) for offset, nbytes in plan.segments.tolist()), of_worker)
 
 
 def probe_pattern(size: int, *, rank: int) -> torch.Tensor:
@@ -239,19 +237,27 @@ class WeightPublisher:
         self._clock = clock
         self._epoch: Epoch | None = None
 
-    def describe(self, params: Sequence[ParamMeta], shards: Sequence[ShardDesc]) -> bytes:
+    def describe(self, params: Sequence[ParamMeta], shards: Sequence[ShardBox]) -> bytes:
         """This rank's part of the learner's layout, as `weight_sync.publish.shards.local_shards` found it."""
-        return encode(PublisherLayout(rank=self._rank, params=tuple(params), shards=tuple(shards)))
+        params = tuple(params)
+        return encode(
+            PublisherLayout(
+                rank=self._rank,
+                params=params if self._rank == 0 else (),
+                params_digest=hashlib.sha256(encode(params)).digest(),
+                shards=RankShards.of(self._rank, params, shards).to_table(),
+            )
+        )
 
     def open(self, request: bytes) -> bytes:
         """Allocate slots and serve an epoch; an epoch that is still open is closed first. Returns a `PublisherInfo`.
 
         Raises:
-            PlanMismatch: the manifest's digest is wrong, or it knows nothing of this rank.
+            PlanMismatch: this rank's part of the plan is damaged or inconsistent, or there is none.
             TransportUnusable, DeviceError: the slots cannot be made.
         """
         opening = decode(request, OpenPublisher)
-        manifest, plan = self._agree(opening)
+        root, plan = open_pack(opening.plan, epoch=opening.epoch, rank=self._rank)
         self.close()
         host = reachable_host() if opening.host is None else opening.host
         end = Offer(
@@ -262,7 +268,7 @@ class WeightPublisher:
             host=host,
         )
         try:
-            epoch = self._make_epoch(opening, manifest, plan, end)
+            epoch = self._make_epoch(opening, plan, end)
             probe_bytes, probe_digest = self._write_probe(epoch)
             server = ControlServer(
                 lambda sender, ask: _handle(epoch, sender, ask), opening.keys, epoch=opening.epoch, host=host
@@ -278,7 +284,7 @@ class WeightPublisher:
                 node=node_id(),
                 address=server.address,
                 arenas=end.handles,
-                manifest_digest=manifest.digest,
+                plan_root=root,
                 probe_bytes=probe_bytes,
                 probe_digest=probe_digest,
             )
@@ -362,9 +368,9 @@ class WeightPublisher:
             if epoch.server is not None:
                 closing.callback(epoch.server.close)
 
-    def _make_epoch(self, opening: OpenPublisher, manifest: Manifest, plan: PackPlan, end: Offer) -> Epoch:
+    def _make_epoch(self, opening: OpenPublisher, plan: PackPlan, end: Offer) -> Epoch:
         slots = [end.slot(index) for index in range(opening.num_slots)] if plan.arena_bytes else []
-        segments = segments_of(manifest, self._rank)
+        segments = segments_of(plan)
         arena = Arena(opening.num_slots, clock=self._clock)
         sealer = Sealer(
             self._backend,
@@ -382,19 +388,10 @@ class WeightPublisher:
             segments=segments,
             arena=arena,
             end=end,
-            packer=Packer(self._backend, pack_steps(manifest, plan, slots), num_slots=opening.num_slots),
+            packer=Packer(self._backend, pack_steps(plan, slots), num_slots=opening.num_slots),
             sealer=sealer,
             reports={},
         )
-
-    def _agree(self, opening: OpenPublisher) -> tuple[Manifest, PackPlan]:
-        manifest = manifest_from_bytes(opening.manifest)
-        verify_manifest(manifest)
-        for plan in manifest.pack:
-            if plan.rank == self._rank:
-                return manifest, plan
-        ranks = [plan.rank for plan in manifest.pack]
-        raise PlanMismatch(f"the manifest packs ranks {ranks}, this is rank {self._rank}; describe every rank")
 
     def _opened(self) -> Epoch:
         if self._epoch is None:

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weight_sync.errors import PlanMismatch
 from weight_sync.lazy_tensor import Ghost, follow, ghosts_in, new_ghost
 from weight_sync.plan.geometry import extent, row_major_strides
-from weight_sync.plan.types import ParamMeta, ShardDesc
+from weight_sync.plan.types import ParamMeta, ShardBox
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from transformers import PreTrainedModel
 
@@ -200,28 +200,15 @@ def chunk_rows(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * per_rank, num_rows), min((rank + 1) * per_rank, num_rows)
 
 
-def shard_descs(params: Sequence[ParamMeta], *, num_ranks: int) -> tuple[ShardDesc, ...]:
-    """The shards of all ranks of a 1-D FSDP2 mesh, as if every rank had reported its own. Empty shards included.
-
-    For parameters that are trained as they are saved; fused experts are split by expert, which names do not tell.
-    """
-    descs: list[ShardDesc] = []
-    for rank in range(num_ranks):
-        for meta in params:
-            start, stop = chunk_rows(meta.shape[0] if meta.shape else 1, num_ranks, rank)
-            descs.append(ShardDesc(param=meta.name, rank=rank, row_start=start, row_stop=stop))
-    return tuple(descs)
-
-
 def local_shards(
     model: torch.nn.Module, *, rollout_dtype: str
-) -> tuple[tuple[ParamMeta, ...], tuple[ShardDesc, ...], dict[str, torch.Tensor]]:
+) -> tuple[tuple[ParamMeta, ...], tuple[ShardBox, ...], dict[str, torch.Tensor]]:
     """Describe this rank's part of a model and hand out the live local tensors.
 
-    Every rank describes every parameter; a rank that does not serve one reports an empty shard (row_start == row_stop).
-    Plain tensors, and buffers that checkpoints have, are served whole by global rank 0. A tied tensor appears once,
-    under the first of its names, as in a Hugging Face checkpoint. Parameters that a checkpoint stores in pieces are
-    described as those pieces: of fused experts, sharded by expert, a rank serves each tensor of its experts whole.
+    Every rank lists every parameter, and the boxes of those that it holds a part of. Plain tensors, and buffers that
+    checkpoints have, are served whole by global rank 0. A tied tensor appears once, under the first of its names, as in
+    a Hugging Face checkpoint. Parameters that a checkpoint stores in pieces are described as those pieces: of fused
+    experts, sharded by expert, a rank serves each tensor of its experts whole.
     Ranks are global (`torch.distributed.get_rank()`, 0 without a process group).
 
     The tensors alias the parameters (optimizer steps show through) in the dtype that the learner holds. They stay valid
@@ -231,8 +218,8 @@ def local_shards(
         rollout_dtype: torch dtype name that the engine stores, e.g. "bfloat16".
 
     Returns:
-        Full parameter descriptions under their checkpoint names, this rank's shards, and the local tensor
-        ([row_stop - row_start, ...]) of every shard that is not empty.
+        Full parameter descriptions under their checkpoint names, this rank's shards, none of them empty, and the local
+        tensor of every shard.
 
     Raises:
         PlanMismatch: a placement other than rows over one mesh dimension (lists every such parameter), or a parameter
@@ -253,15 +240,16 @@ def local_shards(
     if problems:
         raise PlanMismatch(f"rank {rank} holds parameters that cannot be served by rows: {'; '.join(problems)}")
     metas: list[ParamMeta] = []
-    shards: list[ShardDesc] = []
+    shards: list[ShardBox] = []
     tensors: dict[str, torch.Tensor] = {}
     for piece in saved:
         part = parts[piece.param]
         start, stop = piece.held_rows(part.row_start, part.row_stop)
         dtype = rollout_dtype if part.tensor.is_floating_point() else str(part.tensor.dtype).removeprefix("torch.")
         metas.append(ParamMeta(name=piece.name, shape=piece.shape, dtype=dtype))
-        shards.append(ShardDesc(param=piece.name, rank=rank, row_start=start, row_stop=stop))
-        if stop > start:
+        if stop > start and prod(piece.shape):
+            first, size = (start, *(0 for _ in piece.shape[1:])), (stop - start, *piece.shape[1:])
+            shards.append(ShardBox(piece.name, first, size) if piece.shape else ShardBox(piece.name, (), ()))
             tensors[piece.name] = piece.view(part.tensor, start=part.row_start)
     return tuple(metas), tuple(shards), tensors
 

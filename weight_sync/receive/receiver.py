@@ -157,6 +157,7 @@ class WeightReceiver:
         self._backend = backend
         self._worker = worker
         self._reloader = reloader
+        self._params: tuple[ParamMeta, ...] = ()
         self._recorded: Recorded | None = None
         self._clock = clock
         device = next((p.device for p in model.parameters()), torch.device(backend.torch_device))
@@ -185,6 +186,7 @@ class WeightReceiver:
 
     def bake(self, params: Sequence[ParamMeta]) -> WorkerLayout:
         """Let the engine's own loader show where every checkpoint element lands. Writes nothing."""
+        self._params = tuple(params)
         self._recorded = record(self._model, params, worker=self._worker, reloader=self._reloader)
         return self._recorded.layout
 
@@ -192,14 +194,14 @@ class WeightReceiver:
         """Map the arenas, build the copies, ping every publisher and pull its probe. Closes an earlier epoch.
 
         Raises:
-            PlanMismatch: a digest of the manifest differs, or a run does not fit the parameters.
+            PlanMismatch: the plan is damaged, learners have another, or a run does not fit the parameters.
             TransportUnusable: an arena cannot be mapped, or its probe arrives broken.
             PublisherLost: a publisher does not answer.
             PullTimeout: the probes did not arrive within `request.deadline_s`.
         """
         self.close()
         started = self._clock()
-        epoch = open_epoch(request, self._host, reloads=self._reloads())
+        epoch = open_epoch(request, self._host, reloads=self._reloads(), params=self._params)
         try:
             epoch.reach_all(deadline_s=request.deadline_s)
             host = reachable_host() if request.host is None else request.host
@@ -213,7 +215,7 @@ class WeightReceiver:
         self._live_version = None
         return ReceiverInfo(
             worker=self._worker,
-            manifest_digest=epoch.manifest_digest,
+            plan_root=epoch.plan_root,
             commit="staged" if epoch.landing.is_staged else "inplace",
             shadow_bytes=0 if epoch.landing.shadow is None else epoch.landing.shadow.nbytes,
             pull_bytes=epoch.plan.nbytes,

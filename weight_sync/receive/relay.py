@@ -364,7 +364,7 @@ class RelayInlet:
         if handle.layout != own.digest:
             raise PlanMismatch(
                 f"{handle.owner} lays out its shadow as {handle.layout[:12]}, this worker as {own.digest[:12]}; only "
-                "workers with one index of one manifest can relay to each other"
+                "workers with one index of one plan can relay to each other"
             )
         self._backend = backend
         self._own = own

@@ -41,10 +41,9 @@ from weight_sync.messages import (
     ReleaseRequest,
     Renewed,
     RenewRequest,
-    manifest_from_bytes,
 )
 from weight_sync.node import node_id, reachable_host
-from weight_sync.plan.planner import verify_manifest
+from weight_sync.plan.agreement import open_pull
 from weight_sync.receive.relay import RelayEnds
 from weight_sync.receive.staging import Landing, Reloads, Residence, build_landing, parameter_bytes
 from weight_sync.transports.base import OnArrived, Piece, ReceiverEnd
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
     from weight_sync.device.base import Backend
     from weight_sync.device.fused import BatchCopy, BatchDigest
     from weight_sync.messages import LinkRequest, OpenReceiver, PublisherInfo, RelayHandle, Request
-    from weight_sync.plan.types import Manifest, PullPlan
+    from weight_sync.plan.types import ParamMeta, PullPlan
 
 
 SILENCE_S = 10.0
@@ -247,51 +246,40 @@ class Host:
             self.backend.set_device(self.device.index)
 
 
-def open_epoch(request: OpenReceiver, host: Host, *, reloads: Reloads | None = None) -> ReceiverEpoch:
-    """Re-hash the manifest and prepare every copy.
+def open_epoch(
+    request: OpenReceiver, host: Host, *, reloads: Reloads | None = None, params: Sequence[ParamMeta] = ()
+) -> ReceiverEpoch:
+    """Prove this worker's part of the plan and prepare every copy. `params` as recorded, for `reloads`.
 
     Raises:
-        PlanMismatch: a digest differs, or a run does not fit the parameters.
+        PlanMismatch: the plan is damaged, learners have another, or a run does not fit the parameters.
         DeviceError: no memory for what was asked for.
     """
-    manifest = manifest_from_bytes(request.manifest)
-    verify_manifest(manifest)
+    root, plan = open_pull(request.plan, epoch=request.epoch, worker=host.worker)
     for info in request.publishers:
-        if info.manifest_digest != manifest.digest:
+        if info.plan_root != root:
             raise PlanMismatch(
-                f"learner {info.rank} agreed to manifest {info.manifest_digest[:12]}, this worker got "
-                f"{manifest.digest[:12]}; every party must open the same epoch"
+                f"learner {info.rank} agreed to plan {info.plan_root[:12]}, this worker got {root[:12]}; every party "
+                "must open the same epoch"
             )
-    plan = plan_of(manifest, host.worker)
-    missing = {run.src_rank for run in plan.runs} - {info.rank for info in request.publishers}
+    missing = plan.bytes_by_source.keys() - {info.rank for info in request.publishers}
     if missing:
         raise PlanMismatch(f"worker {host.worker} reads from learners {sorted(missing)}, which did not open")
     views = parameter_bytes(host.model)
-    landing = build_landing(plan, views, host.backend, commit=request.commit, reloads=reloads, params=manifest.params)
+    landing = build_landing(plan, views, host.backend, commit=request.commit, reloads=reloads, params=params)
     try:
-        return ReceiverEpoch(request, manifest, landing=landing, host=host)
+        return ReceiverEpoch(request, plan, root=root, landing=landing, host=host)
     except BaseException:
         landing.close()
         raise
 
 
-def plan_of(manifest: Manifest, worker: int) -> PullPlan:
-    """
-    Raises:
-        PlanMismatch: the manifest does not know this worker.
-    """
-    for plan in manifest.pull:
-        if plan.worker == worker:
-            return plan
-    raise PlanMismatch(f"the manifest has workers {[plan.worker for plan in manifest.pull]}, this is worker {worker}")
-
-
 class ReceiverEpoch:
     """See the module docstring. `open_epoch` builds it."""
 
-    def __init__(self, request: OpenReceiver, manifest: Manifest, *, landing: Landing, host: Host) -> None:
-        self.plan = plan_of(manifest, host.worker)
-        self.manifest_digest = manifest.digest
+    def __init__(self, request: OpenReceiver, plan: PullPlan, *, root: str, landing: Landing, host: Host) -> None:
+        self.plan = plan
+        self.plan_root = root
         self.landing = landing
         self._request = request
         self._host = host
@@ -565,7 +553,7 @@ class ReceiverEpoch:
         if len(sent) != len(source.runs):
             raise PlanMismatch(
                 f"{self._holder}: learner {rank} sent {len(sent)} digests for {len(source.runs)} runs; "
-                "open both sides with the same manifest and the same `verify`"
+                "open both sides with the same plan and the same `verify`"
             )
         found = self._arrived[rank]()
         return [i for i, a, b in zip(source.runs, sent, found, strict=True) if a != b]

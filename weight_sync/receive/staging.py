@@ -5,9 +5,9 @@ Built once per epoch. Afterwards a pull is a walk over these views.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from weight_sync.errors import DeviceError, PlanMismatch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from weight_sync.device.base import Backend, PersistentBlock
     from weight_sync.messages import CommitMode
-    from weight_sync.plan.types import ParamMeta, PullPlan, Run
+    from weight_sync.plan.types import ParamMeta, PullPlan
     from weight_sync.receive.quantized import ReloadedModule, Reloader
 
 
@@ -53,26 +53,29 @@ class ShadowPlan(NamedTuple):
     nbytes: int
 
 
-def shadow_plan(runs: Sequence[Run]) -> ShadowPlan:
+def shadow_plan(plan: PullPlan) -> ShadowPlan:
     """Merge runs into ranges and lay those out one after the other. A byte that two runs use is read once."""
-    ranges: list[Range] = []
-    shadow_off = 0
-    for run in sorted(runs, key=lambda run: (run.src_rank, run.src_off, run.nbytes)):
-        last = ranges[-1] if ranges else None
-        if last and last.src_rank == run.src_rank and run.src_off <= last.src_off + last.nbytes + MERGE_GAP_BYTES:
-            stop = max(last.src_off + last.nbytes, run.src_off + run.nbytes)
-            ranges[-1] = last._replace(nbytes=stop - last.src_off)
-        else:
-            if last:
-                shadow_off = -(-(last.shadow_off + last.nbytes) // SHADOW_ALIGN_BYTES) * SHADOW_ALIGN_BYTES
-            ranges.append(Range(run.src_rank, run.src_off, run.nbytes, shadow_off))
-    starts = [(r.src_rank, r.src_off) for r in ranges]
-    offsets: list[int] = []
-    for run in runs:
-        home = ranges[bisect_right(starts, (run.src_rank, run.src_off)) - 1]
-        offsets.append(home.shadow_off + run.src_off - home.src_off)
-    nbytes = ranges[-1].shadow_off + ranges[-1].nbytes if ranges else 0
-    return ShadowPlan(tuple(ranges), tuple(offsets), nbytes)
+    rank, src_off, _, _, nbytes = plan.table.T
+    order = np.lexsort((nbytes, src_off, rank))
+    rank, start, stop = rank[order], src_off[order], (src_off + nbytes)[order]
+    is_first = np.diff(rank, prepend=-1) != 0
+    reach = stop.copy()
+    bounds = np.append(np.flatnonzero(is_first), len(rank))
+    for source in map(slice, bounds[:-1], bounds[1:]):
+        np.maximum.accumulate(stop[source], out=reach[source])
+    opens = is_first
+    opens[1:] |= start[1:] > reach[:-1] + MERGE_GAP_BYTES
+    heads = np.flatnonzero(opens)
+    last = np.append(heads, len(rank))[1:] - 1
+    sizes = reach[last] - start[heads]
+    aligned = -(-sizes // SHADOW_ALIGN_BYTES) * SHADOW_ALIGN_BYTES
+    places = np.cumsum(aligned) - aligned
+    offsets = np.empty_like(start)
+    home = np.cumsum(opens) - 1
+    offsets[order] = places[home] + start - start[heads][home]
+    columns = (rank[heads], start[heads], sizes, places)
+    ranges = tuple(map(Range, *(column.tolist() for column in columns)))
+    return ShadowPlan(ranges, tuple(offsets.tolist()), ranges[-1].shadow_off + ranges[-1].nbytes if ranges else 0)
 
 
 SHADOW_HEADROOM = 0.9
@@ -185,7 +188,7 @@ def build_landing(
         PlanMismatch: a run lies outside its parameter, or the engine has no such parameter.
         DeviceError: the shadow does not fit and `staged` was asked for, or the buckets of the fallback do not.
     """
-    layout = shadow_plan(plan.runs)
+    layout = shadow_plan(plan)
     shadow = _make_shadow(layout, backend, commit)
     if shadow is None:
         landed: list[torch.Tensor] = []

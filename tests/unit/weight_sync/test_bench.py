@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.fakes.bench_hosts import MoodyHost
+from tests.fakes.row_shards import row_shards
 from tests.fakes.virtual_time import run_virtual
 from weight_sync.bench import report
 from weight_sync.bench.__main__ import parser, read_cases
@@ -30,8 +31,7 @@ from weight_sync.device.cpu import CpuBackend
 from weight_sync.device.select import build
 from weight_sync.errors import PullTimeout, WeightSyncError
 from weight_sync.messages import PullReport, SyncReport
-from weight_sync.plan.planner import build_manifest
-from weight_sync.plan.types import ShardDesc
+from weight_sync.plan.planner import build_plan
 from weight_sync.receive.recorder import record
 
 if TYPE_CHECKING:
@@ -171,8 +171,7 @@ def engine(arch: Architecture, worker: int, tp: int) -> EngineModel:
 def test_the_loaders_of_all_workers_take_every_element_and_fill_theirs_once(arch: Architecture, tp: int) -> None:
     params = arch.params("bfloat16")
     layouts = [record(engine(arch, worker, tp), params, worker=worker).layout for worker in range(tp)]
-    shards = [ShardDesc(param=meta.name, rank=0, row_start=0, row_stop=meta.shape[0]) for meta in params]
-    (pack,) = build_manifest(epoch=1, params=params, shards=shards, workers=layouts).pack
+    (pack,) = build_plan(epoch=1, params=params, shards=row_shards(params, 1), workers=layouts).pack
     assert sum(item.nbytes for item in pack.items) == 2 * arch.num_params
 
 

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import zmq
 
+from tests.fakes.row_shards import row_shards
 from tests.fakes.sync_world import PARAMS, FusedModel, LocalPublisher, LocalReplica, full_weights
 from weight_sync import channel
 from weight_sync.channel import MAX_REQUEST_BYTES, ControlClient, ControlServer, Switchboard, make_run_keys
@@ -46,10 +47,9 @@ from weight_sync.messages import (
     RunKeys,
     decode,
     encode,
-    manifest_to_bytes,
 )
-from weight_sync.plan.planner import build_manifest
-from weight_sync.publish.shards import shard_descs
+from weight_sync.plan.agreement import share
+from weight_sync.plan.planner import build_plan
 from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
@@ -486,12 +486,12 @@ class Fuzzer:
 def publisher() -> Iterator[LocalPublisher]:
     """One rank with version 1 sealed."""
     publisher = LocalPublisher(0, 1, full_weights(0))
-    manifest = build_manifest(
-        epoch=EPOCH, params=PARAMS, shards=shard_descs(PARAMS, num_ranks=1),
+    plan = build_plan(
+        epoch=EPOCH, params=PARAMS, shards=row_shards(PARAMS, 1),
         workers=[record_layout(FusedModel(), PARAMS, worker=0)],
     )  # fmt: skip
     opening = OpenPublisher(
-        keys=KEYS, epoch=EPOCH, manifest=manifest_to_bytes(manifest), transport="shm",
+        keys=KEYS, epoch=EPOCH, plan=share(plan).for_learner[0], transport="shm",
         num_slots=2, verify=True, host="127.0.0.1",
     )  # fmt: skip
     publisher.address = decode(publisher.ws_open(encode(opening)), PublisherInfo).address

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.derived_engine import DerivedEngine, Layer, ToyReloader, checkpoint_params
+from tests.fakes.row_shards import held_by, row_shards, rows_of
 from tests.fakes.sync_world import LocalPublisher, LocalReplica
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import DigestMismatch, PlanMismatch, WeightSyncError
-from weight_sync.plan.planner import build_manifest, verify_manifest
-from weight_sync.plan.types import Manifest, ParamMeta
-from weight_sync.publish.shards import shard_descs
+from weight_sync.plan.planner import build_plan, check_plan
+from weight_sync.plan.types import ParamMeta
 from weight_sync.receive.quantized import (
     Fallback,
     ReloadedModule,
@@ -58,14 +58,12 @@ class _World:
             record(model, PARAMS, worker=w, reloader=reloader)
             for w, (model, reloader) in enumerate(zip(self.models, self.reloaders, strict=True))
         ]
-        shards = shard_descs(PARAMS, num_ranks=RANKS)
-        self.manifest: Manifest = build_manifest(
-            epoch=1, params=PARAMS, shards=shards, workers=[entry.layout for entry in recorded]
-        )
-        verify_manifest(self.manifest)
+        layouts = [entry.layout for entry in recorded]
+        self.plan = build_plan(epoch=1, params=PARAMS, shards=row_shards(PARAMS, RANKS), workers=layouts)
+        check_plan(self.plan)
         self.landings: list[Landing] = [
             build_landing(
-                self.manifest.pull[w], parameter_bytes(model), CpuBackend(), commit=commit,
+                self.plan.pull[w], parameter_bytes(model), CpuBackend(), commit=commit,
                 reloads=Reloads(model, reloader, entry.reloaded), params=PARAMS,
             )
             for w, (model, reloader, entry) in enumerate(zip(self.models, self.reloaders, recorded, strict=True))
@@ -78,14 +76,12 @@ class _World:
 
     def pull(self, full: dict[str, torch.Tensor]) -> None:
         """Pack, move, and the direct part of the commit."""
-        rows = {
-            (s.param, s.rank): full[s.param][s.row_start : s.row_stop] for s in shard_descs(PARAMS, num_ranks=RANKS)
-        }
-        for plan in self.manifest.pack:
+        for plan in self.plan.pack:
+            rows = held_by(full, rows_of(PARAMS, plan.rank, RANKS))
             arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
             for item in plan.items:
                 box = tuple(slice(a, a + n) for a, n in zip(item.start, item.size, strict=True))
-                packed = rows[item.param, plan.rank][box].contiguous().view(-1).view(torch.uint8)
+                packed = rows[item.param][box].contiguous().view(-1).view(torch.uint8)
                 arena[item.arena_off : item.arena_off + item.nbytes].copy_(packed)
             for landing in self.landings:
                 for piece in landing.pieces.get(plan.rank, ()):
@@ -131,12 +127,10 @@ def test_reloaded_and_direct_modules_equal_a_fresh_load_and_never_move(commit: C
 
 class _Learner(LocalPublisher):
     def ws_describe(self) -> bytes:
-        shards = [shard for shard in shard_descs(PARAMS, num_ranks=self.num_ranks) if shard.rank == self.rank]
-        return self.publisher.describe(PARAMS, shards)
+        return self.publisher.describe(PARAMS, rows_of(PARAMS, self.rank, self.num_ranks))
 
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
-        shards = [s for s in shard_descs(PARAMS, num_ranks=self.num_ranks) if s.rank == self.rank]
-        tensors = {s.param: self.full[s.param][s.row_start : s.row_stop] for s in shards if s.row_stop > s.row_start}
+        tensors = held_by(self.full, rows_of(PARAMS, self.rank, self.num_ranks))
         return self.publisher.publish(version, tensors, deadline_s=deadline_s)
 
 

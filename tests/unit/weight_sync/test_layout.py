@@ -30,14 +30,15 @@ from transformers import (
 )
 from transformers.core_model_loading import Chunk, Concatenate, Interleave, Transpose, WeightConverter
 
+from tests.fakes.row_shards import held_by, rows_of
 from weight_sync.errors import PlanMismatch
-from weight_sync.publish.shards import chunk_rows, local_shards, shard_descs
+from weight_sync.publish.shards import chunk_rows, local_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from weight_sync.plan.types import ParamMeta, ShardDesc
+    from weight_sync.plan.types import ParamMeta
 
 _TINY: dict[str, Any] = {
     "hidden_size": 24,
@@ -108,23 +109,19 @@ def test_rank_outside_the_group_is_refused() -> None:
 
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_local_shards_are_the_rows_that_fsdp_holds(world: int) -> None:
-    """Together the ranks rebuild every tensor, and each agrees with the shard table that `shard_descs` predicts."""
+    """Together the ranks rebuild every tensor, and each holds the rows that torch.chunk gives it."""
     full = dict(_model().named_parameters())
     rebuilt: dict[str, list[torch.Tensor]] = {name: [] for name in full}
-    described: list[ShardDesc] = []
     params: tuple[ParamMeta, ...] = ()
     for rank in range(world):
         with _rank(rank, world):
             params, shards, tensors = local_shards(_sharded(_mesh(world)), rollout_dtype="bfloat16")
-        described.extend(shards)
-        for shard in shards:
-            if shard.row_start == shard.row_stop:
-                assert shard.param not in tensors
-            else:
-                assert torch.equal(tensors[shard.param], full[shard.param][shard.row_start : shard.row_stop])
-                rebuilt[shard.param].append(tensors[shard.param])
+        assert shards == rows_of(params, rank, world)
+        assert set(tensors) == {shard.param for shard in shards}
+        for name, held in held_by(full, shards).items():
+            assert torch.equal(tensors[name], held)
+            rebuilt[name].append(tensors[name])
     assert [(p.name, p.shape, p.dtype) for p in params] == [(n, tuple(p.shape), "bfloat16") for n, p in full.items()]
-    assert tuple(described) == shard_descs(params, num_ranks=world)
     assert all(torch.equal(torch.cat(parts), full[name]) for name, parts in rebuilt.items())
 
 
@@ -135,13 +132,12 @@ def test_only_the_first_replica_serves() -> None:
         with _rank(rank, 4):
             mesh = _mesh(2, 2)
             params, shards, tensors = local_shards(_sharded(mesh), rollout_dtype="bfloat16")
-        assert [s.param for s in shards] == [p.name for p in params] == list(full)
-        assert all(s.rank == rank for s in shards)
+        assert [p.name for p in params] == list(full)
+        assert [s.param for s in shards] == list(tensors)
         assert bool(tensors) == (rank < 2)
-        for shard in shards:
-            rows[shard.param] += shard.row_stop - shard.row_start
-            if shard.param in tensors:
-                assert torch.equal(tensors[shard.param], full[shard.param][shard.row_start : shard.row_stop])
+        for name, held in held_by(full, shards).items():
+            rows[name] += len(held)
+            assert torch.equal(tensors[name], held)
     assert rows == {name: p.shape[0] for name, p in full.items()}
 
 
@@ -151,7 +147,7 @@ def test_plain_model_is_served_whole_by_rank_zero(rank: int) -> None:
     with _rank(rank, 2):
         _, shards, tensors = local_shards(model, rollout_dtype="float32")
     assert set(tensors) == (set(dict(model.named_parameters())) if rank == 0 else set())
-    assert all((s.row_stop > s.row_start) == (rank == 0) for s in shards)
+    assert [s.param for s in shards] == list(tensors)
 
 
 def test_tensors_are_live_views_of_the_parameters() -> None:
@@ -263,12 +259,12 @@ def test_each_expert_is_served_whole_by_the_rank_that_holds_it(kind: str, world:
         with _rank(rank, world):
             model = _sharded(_mesh(world), _scrambled(config))
             params, shards, tensors = local_shards(model, rollout_dtype="bfloat16")
-        assert [s.param for s in shards] == [p.name for p in params] == list(whole)
-        assert {s.param for s in shards if s.row_stop > s.row_start} == set(tensors)
+        assert [p.name for p in params] == list(whole)
+        assert [s.param for s in shards] == list(tensors)
         for shard in shards:
-            assert shard.row_stop - shard.row_start == (len(tensors[shard.param]) if shard.param in tensors else 0)
-            if ".experts." in shard.param and shard.param in tensors:
-                assert (shard.row_start, shard.row_stop) == (0, len(whole[shard.param]))
+            assert shard.size == tuple(tensors[shard.param].shape)
+            if ".experts." in shard.param:
+                assert shard.size == tuple(whole[shard.param].shape)
                 experts.add((rank, int(shard.param.split(".experts.")[1].split(".")[0])))
         for name, tensor in tensors.items():
             rebuilt[name].append(tensor)
@@ -307,7 +303,7 @@ def test_parameter_saved_transposed_inside_its_rows_is_a_strided_view() -> None:
         params, shards, tensors = local_shards(_sharded(_mesh(2), model), rollout_dtype="bfloat16")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert {p.name: p.shape for p in params}[name] == (5, 24, 12)
-    assert [(s.row_start, s.row_stop) for s in shards if s.param == name] == [(3, 5)]
+    assert [s for s in shards if s.param == name] == [(name, (3, 0, 0), (2, 24, 12))]
     assert torch.equal(tensors[name], whole[3:].transpose(1, 2))
 
 
@@ -339,6 +335,6 @@ def test_persistent_buffers_are_served_by_rank_zero_and_others_not_at_all() -> N
     for rank in range(2):
         with _rank(rank, 2):
             params, shards, tensors = local_shards(model, rollout_dtype="bfloat16")
-        assert [(s.row_start, s.row_stop) for s in shards if s.param == name] == [(0, 4 if rank == 0 else 0)]
+        assert [s for s in shards if s.param == name] == ([(name, (0,), (4,))] if rank == 0 else [])
         assert (name in tensors) == (rank == 0)
         assert not any("inv_freq" in p.name for p in params)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes.row_shards import held_by, row_shards, rows_of
 from weight_sync.errors import PlanMismatch
-from weight_sync.plan.planner import build_manifest
-from weight_sync.plan.types import Manifest, ParamMeta
-from weight_sync.publish.shards import local_shards, shard_descs
+from weight_sync.plan.planner import build_plan
+from weight_sync.plan.types import ParamMeta, Plan
+from weight_sync.publish.shards import local_shards
 from weight_sync.receive.recorder import record_layout
 from weight_sync.vllm.compat import engine_lora_rank
 from weight_sync.vllm.lora import ADAPTER_ID, AdapterSlot, TensorTree, peft_name, synced_model
@@ -76,19 +77,18 @@ def metas_of(state: dict[str, torch.Tensor]) -> tuple[ParamMeta, ...]:
     return tuple(ParamMeta(name=name, shape=tuple(t.shape), dtype="float32") for name, t in state.items())
 
 
-def pull(manifest: Manifest, state: dict[str, torch.Tensor], slot: AdapterSlot, worker: int, num_ranks: int) -> None:
+def pull(plan: Plan, state: dict[str, torch.Tensor], slot: AdapterSlot, worker: int, num_ranks: int) -> None:
     """Pack as the ranks would and write the worker's runs."""
-    shards = {(s.param, s.rank): s for s in shard_descs(manifest.params, num_ranks=num_ranks)}
-    arenas = {plan.rank: torch.zeros(plan.arena_bytes, dtype=torch.uint8) for plan in manifest.pack}
-    for plan in manifest.pack:
-        for item in plan.items:
-            local = state[item.param][shards[item.param, plan.rank].row_start :]
-            box = local[tuple(slice(a, a + n) for a, n in zip(item.start, item.size, strict=True))]
-            arenas[plan.rank][item.arena_off : item.arena_off + item.nbytes] = (
+    arenas = {own.rank: torch.zeros(own.arena_bytes, dtype=torch.uint8) for own in plan.pack}
+    for own in plan.pack:
+        local = held_by(state, rows_of(plan.params, own.rank, num_ranks))
+        for item in own.items:
+            box = local[item.param][tuple(slice(a, a + n) for a, n in zip(item.start, item.size, strict=True))]
+            arenas[own.rank][item.arena_off : item.arena_off + item.nbytes] = (
                 box.contiguous().view(-1).view(torch.uint8)
             )
     params = {name: param.data.view(-1).view(torch.uint8) for name, param in slot.named_parameters()}
-    for run in manifest.pull[worker].runs:
+    for run in plan.pull[worker].runs:
         params[run.dst_param][run.dst_off : run.dst_off + run.nbytes] = arenas[run.src_rank][
             run.src_off : run.src_off + run.nbytes
         ]
@@ -101,9 +101,8 @@ def test_planned_bytes_fill_the_slot_as_set_lora_would(size: int, rank: int, num
     slots = [AdapterSlot(layers_of(w, size, rank=rank), PACKED, targets=TARGETS) for w in range(size)]
     layouts = [record_layout(slot, metas_of(state), worker=w) for w, slot in enumerate(slots)]
     assert not any(param.any() for slot in slots for param in slot.parameters()), "recording writes nothing"
-    shards = shard_descs(metas_of(state), num_ranks=num_ranks)
-    manifest = build_manifest(epoch=1, params=metas_of(state), shards=shards, workers=layouts)
-    moved = sum(plan.nbytes for plan in manifest.pull)
+    plan = build_plan(epoch=1, params=metas_of(state), shards=row_shards(metas_of(state), num_ranks), workers=layouts)
+    moved = sum(own.nbytes for own in plan.pull)
     copies = {"q_proj": (size, 1), "v_proj": (size, 1), "o_proj": (1, size)}  # of A, of B
     assert moved == sum(
         4 * state[peft_name(f"l.{name}", is_a=is_a)].numel() * copies[name][0 if is_a else 1]
@@ -111,7 +110,7 @@ def test_planned_bytes_fill_the_slot_as_set_lora_would(size: int, rank: int, num
         for is_a in (True, False)
     ), "adapter bytes, and nothing else"
     for worker, slot in enumerate(slots):
-        pull(manifest, state, slot, worker, num_ranks)
+        pull(plan, state, slot, worker, num_ranks)
         expected = layers_of(worker, size, rank=rank)
         AdapterSlot(expected, PACKED).load_weights(iter(state.items()))
         for name, layer in expected.items():
@@ -175,7 +174,7 @@ def test_a_tree_is_described_like_a_model_of_these_names() -> None:
     state = adapter()
     params, shards, tensors = local_shards(TensorTree(state), rollout_dtype="bfloat16")
     assert [(p.name, p.shape, p.dtype) for p in params] == [(n, tuple(t.shape), "bfloat16") for n, t in state.items()]
-    assert [(s.row_start, s.row_stop) for s in shards] == [(0, t.shape[0]) for t in state.values()]
+    assert [tuple(shard) for shard in shards] == [(n, (0, 0), tuple(t.shape)) for n, t in state.items()]
     assert all(tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in state.items())
 
 

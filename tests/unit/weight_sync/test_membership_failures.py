@@ -147,7 +147,7 @@ async def test_an_open_that_fails_half_way_leaves_nothing_behind_and_the_next_on
         fail(world, patch)
         with pytest.raises((TransportUnusable, PublisherLost)):
             await asyncio.wait_for(world.coordinator.open(), 20)
-    assert world.coordinator.manifest is None
+    assert world.coordinator.plan is None
     await assert_back_to(before)
     await asyncio.wait_for(world.coordinator.open(), 20)
     await world.step(1)

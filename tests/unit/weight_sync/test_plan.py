@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import zlib
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,30 +14,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.row_shards import row_shards
 from tests.fakes.toy_transformer import (
     ToySpec,
     expected_params,
     random_tensors,
-    run_manifest,
+    run_plan,
     worker_layouts,
 )
 from weight_sync.errors import PlanMismatch
-from weight_sync.messages import manifest_from_bytes, manifest_to_bytes
+from weight_sync.plan.agreement import SharedPlan, open_pack, open_pull, share
+from weight_sync.plan.checks import pack_problems, pull_problems
 from weight_sync.plan.geometry import num_uncovered
-from weight_sync.plan.planner import ALIGN_BYTES, DTYPE_BYTES, build_manifest, manifest_digest, verify_manifest
-from weight_sync.plan.types import EngineParam, Manifest, ParamMeta, RecordedCopy, Run, ShardDesc, WorkerLayout
-
-
-def _chunked(params: tuple[ParamMeta, ...], num_ranks: int) -> tuple[ShardDesc, ...]:
-    """torch.chunk over rows, written down once more."""
-    descs = []
-    for meta in params:
-        step = -(-meta.shape[0] // num_ranks)
-        for rank in range(num_ranks):
-            rows = range(meta.shape[0])[rank * step : (rank + 1) * step]
-            start = rows.start if len(rows) else 0
-            descs.append(ShardDesc(param=meta.name, rank=rank, row_start=start, row_stop=start + len(rows)))
-    return tuple(descs)
+from weight_sync.plan.planner import ALIGN_BYTES, build_plan, check_plan
+from weight_sync.plan.types import (
+    DTYPE_BYTES,
+    EngineParam,
+    PackPlan,
+    ParamMeta,
+    Plan,
+    PullPlan,
+    RankShards,
+    RecordedCopy,
+    Run,
+    ShardBox,
+    Table,
+    WorkerLayout,
+    from_wire,
+)
 
 
 def _sizes(layouts: tuple[WorkerLayout, ...]) -> dict[int, dict[str, int]]:
@@ -62,19 +69,20 @@ def _specs(draw: st.DrawFn) -> ToySpec:
 
 
 @st.composite
-def _shards(draw: st.DrawFn, params: tuple[ParamMeta, ...]) -> tuple[ShardDesc, ...]:
+def _shards(draw: st.DrawFn, params: tuple[ParamMeta, ...]) -> list[RankShards]:
     """torch.chunk shards, or arbitrary cuts that give ranks their rows in any order and some of them nothing."""
     num_ranks = draw(st.integers(1, 5))
     if draw(st.booleans()):
-        return _chunked(params, num_ranks)
-    descs = []
+        return row_shards(params, num_ranks)
+    boxes: dict[int, list[ShardBox]] = {rank: [] for rank in range(num_ranks)}
     for meta in params:
         inner = draw(st.lists(st.integers(0, meta.shape[0]), min_size=num_ranks - 1, max_size=num_ranks - 1))
         cuts = [0, *sorted(inner), meta.shape[0]]
         ranks = draw(st.permutations(range(num_ranks)))
         for rank, (start, stop) in zip(ranks, pairwise(cuts), strict=True):
-            descs.append(ShardDesc(param=meta.name, rank=rank, row_start=start, row_stop=stop))
-    return tuple(descs)
+            box = (start, *(0 for _ in meta.shape[1:])), (stop - start, *meta.shape[1:])
+            boxes[rank].append(ShardBox(meta.name, *box))
+    return [RankShards.of(rank, params, own) for rank, own in boxes.items()]
 
 
 @given(data=st.data(), spec=_specs(), seed=st.integers(0, 2**32 - 1))
@@ -83,9 +91,9 @@ def test_pulled_bytes_equal_slices_of_the_full_tensors(data: st.DataObject, spec
     params, layouts = spec.params(), worker_layouts(spec)
     shards = data.draw(_shards(params))
     full = random_tensors(params, np.random.default_rng(seed))
-    manifest = build_manifest(epoch=3, params=params, shards=shards, workers=layouts)
-    verify_manifest(manifest)
-    engines = run_manifest(manifest, full=full, shards=shards, sizes=_sizes(layouts))
+    plan = build_plan(epoch=3, params=params, shards=shards, workers=layouts)
+    check_plan(plan)
+    engines = run_plan(plan, full=full, shards=shards, sizes=_sizes(layouts))
     for worker in range(spec.tp):
         for name, value in expected_params(spec, full, worker).items():
             np.testing.assert_array_equal(engines[worker][name], np.frombuffer(value.tobytes(), np.uint8), name)
@@ -129,9 +137,9 @@ def test_any_grid_of_boxes_lands_in_any_dimension_order(data: st.DataObject, see
         )
         for w in copies
     )
-    manifest = build_manifest(epoch=0, params=(meta,), shards=shards, workers=layouts)
-    verify_manifest(manifest)
-    engines = run_manifest(manifest, full=full, shards=shards, sizes=_sizes(layouts))
+    plan = build_plan(epoch=0, params=(meta,), shards=shards, workers=layouts)
+    check_plan(plan)
+    engines = run_plan(plan, full=full, shards=shards, sizes=_sizes(layouts))
     for w, parts in expected.items():
         want = np.concatenate([np.zeros(0, np.uint16), *parts])
         np.testing.assert_array_equal(engines[w]["p"].view(np.uint16), want)
@@ -142,24 +150,24 @@ _SPEC = ToySpec(
 )
 
 
-def _manifest(spec: ToySpec = _SPEC, num_ranks: int = 2) -> Manifest:
+def _plan(spec: ToySpec = _SPEC, num_ranks: int = 2) -> Plan:
     params = spec.params()
-    shards = _chunked(params, num_ranks)
-    return build_manifest(epoch=1, params=params, shards=shards, workers=worker_layouts(spec))
+    shards = row_shards(params, num_ranks)
+    return build_plan(epoch=1, params=params, shards=shards, workers=worker_layouts(spec))
 
 
 def test_box_needed_by_several_workers_is_packed_once() -> None:
     """2 KV heads over 4 workers: two workers read the same bytes, norms are read by all, the arena holds each once."""
-    manifest = _manifest()
-    total = sum(prod(meta.shape) * 2 for meta in manifest.params)
-    assert sum(item.nbytes for plan in manifest.pack for item in plan.items) == total
-    assert sum(plan.nbytes for plan in manifest.pull) > total
+    plan = _plan()
+    total = sum(prod(meta.shape) * 2 for meta in plan.params)
+    assert sum(item.nbytes for pack in plan.pack for item in pack.items) == total
+    assert sum(pull.nbytes for pull in plan.pull) > total
 
 
 def test_one_publisher_and_one_worker_need_one_run_per_engine_parameter() -> None:
     spec = _changed(tp=1, kv_heads=8)
-    manifest = _manifest(spec, num_ranks=1)
-    (pull,) = manifest.pull
+    plan = _plan(spec, num_ranks=1)
+    (pull,) = plan.pull
     assert sorted(run.dst_param for run in pull.runs) == sorted(spec.parts(0))
 
 
@@ -168,19 +176,18 @@ def test_fused_parameter_of_uneven_tiny_boxes_is_still_one_run() -> None:
     spec = ToySpec(
         tp=1, heads=3, kv_heads=1, head_dim=1, hidden=5, intermediate=3, vocab=7, vocab_multiple=1, bias=True
     )
-    manifest = _manifest(spec, num_ranks=1)
-    assert sum(run.dst_param == "0.qkv.bias" for run in manifest.pull[0].runs) == 1
+    plan = _plan(spec, num_ranks=1)
+    assert sum(run.dst_param == "0.qkv.bias" for run in plan.pull[0].runs) == 1
 
 
 def test_row_parallel_strips_are_one_run_per_publisher() -> None:
     """A column strip is strided in the shard and contiguous in the engine, so packing makes it one run."""
-    manifest = _manifest(num_ranks=3)
-    for plan in manifest.pull:
-        assert sum(run.dst_param == "0.down.weight" for run in plan.runs) == 3
+    for pull in _plan(num_ranks=3).pull:
+        assert sum(run.dst_param == "0.down.weight" for run in pull.runs) == 3
 
 
 def test_runs_start_at_aligned_bytes() -> None:
-    for plan in _manifest().pull:
+    for plan in _plan().pull:
         assert all(run.src_off % ALIGN_BYTES == 0 for run in plan.runs)
 
 
@@ -191,19 +198,19 @@ def test_rank_without_rows_gets_an_empty_plan() -> None:
         params=(EngineParam(name="w", shape=(2, 4), dtype="float32"),),
         copies=(_copy("w", (2, 4)),),
     )
-    manifest = build_manifest(epoch=0, params=params, shards=_chunked(params, 5), workers=(layout,))
-    assert [(p.rank, p.arena_bytes) for p in manifest.pack] == [(0, 16), (1, 16), (2, 0), (3, 0), (4, 0)]
+    plan = build_plan(epoch=0, params=params, shards=row_shards(params, 5), workers=(layout,))
+    assert [(p.rank, p.arena_bytes) for p in plan.pack] == [(0, 64), (1, 64), (2, 0), (3, 0), (4, 0)]
 
 
 def test_scalar_parameter_travels() -> None:
     params = (ParamMeta(name="scale", shape=(), dtype="float32"),)
-    shards = (ShardDesc(param="scale", rank=0, row_start=0, row_stop=1),)
+    shards = row_shards(params, 1)
     layout = WorkerLayout(
         worker=0, params=(EngineParam(name="s", shape=(1,), dtype="float32"),), copies=(_copy("scale", (), "s"),)
     )
-    manifest = build_manifest(epoch=0, params=params, shards=shards, workers=(layout,))
-    verify_manifest(manifest)
-    assert manifest.pull[0].runs == (Run(src_rank=0, src_off=0, dst_param="s", dst_off=0, nbytes=4),)
+    plan = build_plan(epoch=0, params=params, shards=shards, workers=(layout,))
+    check_plan(plan)
+    assert plan.pull[0].runs == (Run(src_rank=0, src_off=0, dst_param="s", dst_off=0, nbytes=4),)
 
 
 def _changed(**changes: int) -> ToySpec:
@@ -227,7 +234,7 @@ def _pair(**engine: object) -> dict[str, tuple[object, ...]]:
     copy = msgspec.structs.replace(_copy("w", (4, 2)), **engine)
     layout = WorkerLayout(worker=0, params=(EngineParam(name="w", shape=(4, 2), dtype="bfloat16"),), copies=(copy,))
     params = (ParamMeta(name="w", shape=(4, 2), dtype="bfloat16"),)
-    return {"params": params, "shards": _chunked(params, 2), "workers": (layout,)}
+    return {"params": params, "shards": row_shards(params, 2), "workers": (layout,)}
 
 
 @pytest.mark.parametrize(
@@ -244,7 +251,7 @@ def _pair(**engine: object) -> dict[str, tuple[object, ...]]:
 )
 def test_copy_that_does_not_fit_is_refused_with_numbers(change: dict[str, object], words: list[str]) -> None:
     with pytest.raises(PlanMismatch) as caught:
-        build_manifest(epoch=0, **_pair(**change))
+        build_plan(epoch=0, **_pair(**change))
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -255,29 +262,26 @@ def test_all_problems_are_listed_at_once() -> None:
         ParamMeta(name="lm_head.weight", shape=(3, 3), dtype="bfloat16"),
         ParamMeta(name="odd", shape=(1,), dtype="complex64"),
     )
-    shards = (
-        ShardDesc(param="w", rank=0, row_start=0, row_stop=3),
-        ShardDesc(param="w", rank=1, row_start=2, row_stop=4),
-        ShardDesc(param="lm_head.weight", rank=0, row_start=1, row_stop=2),
-        ShardDesc(param="lm_head.weight", rank=0, row_start=2, row_stop=9),
-        ShardDesc(param="ghost", rank=2, row_start=0, row_stop=1),
-    )
+    shards = [
+        RankShards.of(0, params, [ShardBox("w", (0, 0), (3, 2)), ShardBox("lm_head.weight", (1, 0), (1, 3)),
+                                  ShardBox("lm_head.weight", (2, 0), (7, 3))]),
+        RankShards.of(1, params, [ShardBox("w", (2, 0), (2, 2))]),
+    ]  # fmt: skip
     (layout,) = good["workers"]
     idle = EngineParam(name="idle", shape=(7,), dtype="bfloat16")
     layout = msgspec.structs.replace(layout, params=(*layout.params, idle))
     with pytest.raises(PlanMismatch) as caught:
-        build_manifest(epoch=0, params=params, shards=shards, workers=(layout, layout))
+        build_plan(epoch=0, params=params, shards=shards, workers=(layout, layout))
     message = str(caught.value)
     for part in (
         "worker 0 occurs 2 times",
         "odd has dtype 'complex64'",
         "rows 2-3 of w are held twice (at rank 1)",
-        "rank 0 lists 2 shards of lm_head.weight",
-        "rank 0 holds rows 2-9 of lm_head.weight, which has 3 rows",
+        "rank 0 lists more than one shard of lm_head.weight",
+        "rank 0 holds [2:9, 0:3] of lm_head.weight, whose shape is (3, 3)",
         "rows 0-1 of lm_head.weight are held by no rank",
         "rows 2-3 of lm_head.weight are held by no rank",
         "rows 0-1 of odd are held by no rank",
-        "rank 2 holds ghost",
         "w, w: the wire has float32, the engine stores bfloat16",
         "lm_head.weight (3, 3) is trained but no engine worker loads it",
         "idle of the engine (7 elements) receives nothing",
@@ -316,22 +320,22 @@ def _stages(spec: ToySpec) -> tuple[WorkerLayout, ...]:
 def test_pipeline_stages_pull_their_own_layers_and_together_everything() -> None:
     spec = _changed(tp=1, kv_heads=8)
     params, full = spec.params(), random_tensors(spec.params(), np.random.default_rng(0))
-    shards, stages = _chunked(params, 3), _stages(spec)
-    manifest = build_manifest(epoch=0, params=params, shards=shards, workers=stages)
-    verify_manifest(manifest)
-    engines = run_manifest(manifest, full=full, shards=shards, sizes=_sizes(stages))
+    shards, stages = row_shards(params, 3), _stages(spec)
+    plan = build_plan(epoch=0, params=params, shards=shards, workers=stages)
+    check_plan(plan)
+    engines = run_plan(plan, full=full, shards=shards, sizes=_sizes(stages))
     assert not engines[0].keys() & engines[1].keys()
     for name, value in expected_params(spec, full, 0).items():
         (stage,) = (stage for stage in engines.values() if name in stage)
         np.testing.assert_array_equal(stage[name], np.frombuffer(value.tobytes(), np.uint8), name)
-    assert sum(plan.nbytes for plan in manifest.pull) == sum(prod(meta.shape) * 2 for meta in params)
+    assert sum(pull.nbytes for pull in plan.pull) == sum(prod(meta.shape) * 2 for meta in params)
 
 
 def test_layer_that_no_stage_loads_is_refused_by_name() -> None:
     spec = _changed(tp=1, kv_heads=8)
     params = spec.params()
     with pytest.raises(PlanMismatch) as caught:
-        build_manifest(epoch=0, params=params, shards=_chunked(params, 2), workers=_stages(spec)[:1])
+        build_plan(epoch=0, params=params, shards=row_shards(params, 2), workers=_stages(spec)[:1])
     missing = {meta.name for meta in params if not meta.name.startswith(("0.", "embed"))}
     assert missing
     assert str(caught.value).count("no engine worker loads it") == len(missing)
@@ -342,7 +346,7 @@ def test_part_of_a_parameter_that_no_worker_loads_is_refused_with_its_size() -> 
     """Three of four tensor-parallel workers: a quarter of every split matrix would keep its old value."""
     params = _SPEC.params()
     with pytest.raises(PlanMismatch) as caught:
-        build_manifest(epoch=0, params=params, shards=_chunked(params, 2), workers=worker_layouts(_SPEC)[:3])
+        build_plan(epoch=0, params=params, shards=row_shards(params, 2), workers=worker_layouts(_SPEC)[:3])
     assert "512 of 2048 elements of 0.down.weight (32, 64) are trained but no engine worker loads them" in str(
         caught.value
     )
@@ -355,13 +359,13 @@ def test_parameter_that_the_engine_keeps_in_float32_travels_in_float32() -> None
     copies = (_copy("w", (4, 2)), _copy("x", (4, 2)))
     layout = WorkerLayout(worker=0, params=tuple(engine), copies=copies)
     params = tuple(ParamMeta(name=n, shape=(4, 2), dtype="bfloat16") for n in "wx")
-    manifest = build_manifest(epoch=0, params=params, shards=_chunked(params, 2), workers=(layout,))
-    verify_manifest(manifest)
-    assert [(p.name, p.dtype) for p in manifest.params] == [("w", "float32"), ("x", "bfloat16")]
-    assert {i.param: i.nbytes for i in manifest.pack[0].items} == {"w": 16, "x": 8}
+    plan = build_plan(epoch=0, params=params, shards=row_shards(params, 2), workers=(layout,))
+    check_plan(plan)
+    assert [(p.name, p.dtype) for p in plan.params] == [("w", "float32"), ("x", "bfloat16")]
+    assert {i.param: i.nbytes for i in plan.pack[0].items} == {"w": 16, "x": 8}
     both = msgspec.structs.replace(layout, copies=(_copy("w", (4, 2)), _copy("w", (4, 2), "x")))
     with pytest.raises(PlanMismatch, match="w, w: the wire has bfloat16, the engine stores float32"):
-        build_manifest(epoch=0, params=params[:1], shards=_chunked(params[:1], 2), workers=(both,))
+        build_plan(epoch=0, params=params[:1], shards=row_shards(params[:1], 2), workers=(both,))
 
 
 def test_scattered_destination_is_refused_instead_of_becoming_a_million_runs() -> None:
@@ -371,82 +375,124 @@ def test_scattered_destination_is_refused_instead_of_becoming_a_million_runs() -
         worker=0, params=(EngineParam(name="w", shape=(1024, 2048), dtype="bfloat16"),), copies=(copy,)
     )
     with pytest.raises(PlanMismatch, match="2097152 runs of 1 elements"):
-        build_manifest(epoch=0, params=params, shards=_chunked(params, 1), workers=(layout,))
+        build_plan(epoch=0, params=params, shards=row_shards(params, 1), workers=(layout,))
 
 
-def test_digest_does_not_depend_on_the_order_of_shards_and_workers() -> None:
-    params, shards, layouts = _SPEC.params(), _chunked(_SPEC.params(), 3), worker_layouts(_SPEC)
-    forward = build_manifest(epoch=1, params=params, shards=shards, workers=layouts)
-    backward = build_manifest(epoch=1, params=params, shards=shards[::-1], workers=layouts[::-1])
-    assert forward == backward
+def _part(share_: SharedPlan, worker: int = 0) -> tuple[str, PullPlan]:
+    return open_pull(share_.for_replica, epoch=1, worker=worker)
 
 
-def test_digest_survives_the_wire_and_changes_with_the_contents() -> None:
-    manifest = _manifest()
-    received = manifest_from_bytes(manifest_to_bytes(manifest))
-    assert received == manifest
-    verify_manifest(received)
-    other = msgspec.structs.replace(manifest, epoch=manifest.epoch + 1)
-    assert manifest_digest(other) != manifest.digest
-    with pytest.raises(PlanMismatch, match="digest"):
-        verify_manifest(other)
+def test_every_party_gets_its_own_part_and_the_same_root() -> None:
+    plan = _plan(num_ranks=3)
+    shared = share(plan)
+    opened = [open_pack(shared.for_learner[pack.rank], epoch=1, rank=pack.rank) for pack in plan.pack]
+    assert [own.to_bytes() for _, own in opened] == [pack.to_bytes() for pack in plan.pack]
+    assert [own.items for _, own in opened] == [pack.items for pack in plan.pack]
+    for pull in plan.pull:
+        root, own = _part(shared, pull.worker)
+        assert root == shared.root
+        assert own.runs == pull.runs == shared.pull(pull.worker).runs
+        assert shared.sources[pull.worker] == tuple(sorted({run.src_rank for run in pull.runs}))
+    assert {root for root, _ in opened} == {shared.root}
+    with pytest.raises(PlanMismatch, match="this is learner 1, the plan has parts for learner 0"):
+        open_pack(shared.for_learner[0], epoch=1, rank=1)
+    with pytest.raises(PlanMismatch, match="for epoch 1, not 2"):
+        open_pull(shared.for_replica, epoch=2, worker=0)
 
 
-def _tampered(
-    manifest: Manifest, *, item: dict[str, object] | None = None, run: dict[str, object] | None = None
-) -> Manifest:
-    """A manifest with its first item or run changed and a digest that fits again."""
-    if item is not None:
-        first = manifest.pack[0]
-        items = (msgspec.structs.replace(first.items[0], **item), *first.items[1:])
-        manifest = msgspec.structs.replace(
-            manifest, pack=(msgspec.structs.replace(first, items=items), *manifest.pack[1:])
-        )
-    if run is not None:
-        head = manifest.pull[0]
-        runs = (msgspec.structs.replace(head.runs[0], **run), *head.runs[1:])
-        manifest = msgspec.structs.replace(
-            manifest, pull=(msgspec.structs.replace(head, runs=runs), *manifest.pull[1:])
-        )
-    return msgspec.structs.replace(manifest, digest=manifest_digest(manifest))
+def test_root_depends_on_the_epoch_and_not_on_the_order_of_parties() -> None:
+    params, layouts = _SPEC.params(), worker_layouts(_SPEC)
+    shards = row_shards(params, 3)
+
+    def root(epoch: int, step: int) -> str:
+        plan = build_plan(epoch=epoch, params=params, shards=shards[::step], workers=layouts[::step])
+        return share(plan).root
+
+    assert root(1, 1) == root(1, -1) != root(2, 1)
+
+
+def test_any_flipped_byte_is_refused_or_changes_the_root() -> None:
+    """A party that is given something else than the others cannot come to the same root."""
+    shared = share(_plan(num_ranks=1))
+    data = shared.for_learner[0]
+    for at in range(0, len(data), 7):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << at % 8
+        try:
+            root, _ = open_pack(bytes(damaged), epoch=1, rank=0)
+        except PlanMismatch:
+            continue
+        assert root != shared.root, at
+
+
+def _changed_table(plan: Any, name: str, row: int, column: int, value: int) -> Any:
+    table = getattr(plan, name).copy()
+    table[row, column] = value
+    return dataclasses.replace(plan, **{name: table})
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("table", "column", "value", "words"),
     [
-        ({"item": {"param": "x"}}, "no such parameter"),
-        ({"item": {"start": (10**6, 0)}}, "exceeds"),
-        ({"item": {"nbytes": 2}}, "2 bytes for"),
-        ({"item": {"arena_off": 10**9}}, "of an arena of"),
-        ({"item": {"arena_off": 1}}, "not aligned"),
-        ({"item": {"arena_off": 64}}, "packed more than once"),
-        ({"run": {"src_rank": 9}}, "reads bytes that are not packed"),
-        ({"run": {"src_off": 2**62}}, "reads bytes that are not packed"),
-        ({"run": {"nbytes": 0}}, "out of range"),
-        ({"run": {"dst_off": 2**63}}, "out of range"),
-        ({"run": {"dst_param": "0.down.weight"}}, "of 0.down.weight are written more than once"),
+        ("table", 0, 10**6, "no such parameter"),
+        ("table", 1, 10**9, "ends beyond the arena"),
+        ("table", 1, 1, "not aligned"),
+        ("table", 1, 64, "packed more than once"),
+        ("table", 2, 10**6, "exceeds the parameter's shape"),
+        ("table", 4, 2**62, "exceeds the parameter's shape"),
+        ("segments", 0, 2**62, "not packed"),
+        ("segments", 1, 0, "not packed"),
+        ("readers", 1, 10**6, "not listed"),
     ],
 )
-def test_inconsistent_manifest_is_refused_even_with_a_fitting_digest(
-    change: dict[str, dict[str, object]], words: str
-) -> None:
+def test_a_learner_refuses_a_part_that_is_not_consistent(table: str, column: int, value: int, words: str) -> None:
+    plan = _changed_table(_plan().pack[0], table, 0, column, value)
+    assert any(words in problem for problem in pack_problems(plan)), pack_problems(plan)
     with pytest.raises(PlanMismatch, match=words):
-        verify_manifest(_tampered(_manifest(), **change))
+        check_plan(dataclasses.replace(_plan(), pack=(plan, _plan().pack[1])))
 
 
-def test_oversized_or_malformed_manifest_is_refused() -> None:
-    data = manifest_to_bytes(_manifest())
-    with pytest.raises(PlanMismatch, match=f"{len(data)} bytes, at most 100"):
-        manifest_from_bytes(data, max_bytes=100)
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        (0, -1, "out of range"),
+        (1, 2**62, "out of range"),
+        (2, 99, "no such parameter"),
+        (3, 2**62, "out of range"),
+        (4, 0, "out of range"),
+        (2, 1, "are written more than once"),
+    ],
+)
+def test_a_worker_refuses_a_part_that_is_not_consistent(column: int, value: int, words: str) -> None:
+    plan = _changed_table(_plan().pull[0], "table", 0, column, value)
+    assert any(words in problem for problem in pull_problems(plan)), pull_problems(plan)
+
+
+@pytest.mark.parametrize(("column", "value"), [(0, 1), (1, 64), (4, 2)])
+def test_planner_refuses_runs_that_their_learner_does_not_serve(column: int, value: int) -> None:
+    plan = _plan()
+    pull = _changed_table(plan.pull[0], "table", 0, column, value)
+    with pytest.raises(PlanMismatch, match="learners serve other runs than the ones that workers read"):
+        check_plan(dataclasses.replace(plan, pull=(pull, *plan.pull[1:])))
+
+
+def test_oversized_or_malformed_parts_are_refused() -> None:
+    data = _plan().pack[0].to_bytes()
+    assert PackPlan.from_bytes(data).rank == 0
+    with pytest.raises(PlanMismatch, match="cut off, or larger than 100 bytes"):
+        from_wire(data, msgspec.msgpack.Decoder(), max_bytes=100)
+    for broken in (data[:-1], b"", zlib.compress(b"nonsense"), PullPlan.of(0, []).to_bytes()):
+        with pytest.raises(PlanMismatch, match="cannot be decoded"):
+            PackPlan.from_bytes(broken)
+    with pytest.raises(PlanMismatch, match="came with 8 bytes"):
+        Table(2, 2, bytes(8)).values()
     with pytest.raises(PlanMismatch, match="cannot be decoded"):
-        manifest_from_bytes(data[:-1])
-    with pytest.raises(PlanMismatch, match="cannot be decoded"):
-        manifest_from_bytes(msgspec.msgpack.encode({"epoch": 1}))
+        open_pull(b"nonsense", epoch=1, worker=0)
 
 
 def test_plan_imports_without_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, weight_sync.plan.planner; sys.exit('torch' in sys.modules)"
+    code = "import sys, weight_sync.plan.agreement; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

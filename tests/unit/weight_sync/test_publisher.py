@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.fakes.row_shards import row_shards
 from tests.fakes.sync_world import DTYPE, PARAMS, FusedModel, LocalPublisher, full_weights, local_tensors
 from weight_sync.channel import make_run_keys
 from weight_sync.device.cpu import CpuBackend
@@ -17,25 +18,25 @@ from weight_sync.messages import (
     PublisherInfo,
     decode,
     encode,
-    manifest_to_bytes,
 )
-from weight_sync.plan.planner import build_manifest
-from weight_sync.plan.types import Manifest
+from weight_sync.plan.agreement import share
+from weight_sync.plan.planner import build_plan
 from weight_sync.publish.publisher import WeightPublisher, probe_pattern, segments_of
-from weight_sync.publish.shards import shard_descs
 from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from weight_sync.plan.types import Plan
 
-def manifest_of(num_ranks: int, num_workers: int) -> Manifest:
+
+def plan_of(num_ranks: int, num_workers: int) -> Plan:
     layouts = [record_layout(FusedModel(w, num_workers), PARAMS, worker=w) for w in range(num_workers)]
-    return build_manifest(epoch=1, params=PARAMS, shards=shard_descs(PARAMS, num_ranks=num_ranks), workers=layouts)
+    return build_plan(epoch=1, params=PARAMS, shards=row_shards(PARAMS, num_ranks), workers=layouts)
 
 
-def opening(manifest: Manifest, **changes: object) -> bytes:
-    fields = {"keys": make_run_keys("run"), "epoch": 1, "manifest": manifest_to_bytes(manifest),
+def opening(plan: Plan, **changes: object) -> bytes:
+    fields = {"keys": make_run_keys("run"), "epoch": 1, "plan": share(plan).for_learner[1],
               "transport": "shm", "num_slots": 2, "verify": True, "host": "127.0.0.1"}  # fmt: skip
     return encode(OpenPublisher(**{**fields, **changes}))
 
@@ -48,37 +49,37 @@ def rank() -> Iterator[LocalPublisher]:
 
 
 def test_arena_holds_the_boxes_cast_to_the_rollout_dtype(rank: LocalPublisher) -> None:
-    manifest = manifest_of(3, 2)
-    rank.ws_open(opening(manifest))
+    plan = plan_of(3, 2)
+    rank.ws_open(opening(plan))
     report = decode(rank.ws_publish(1, 5.0), PackReport)
     arena = rank.publisher._epoch.end.slot(report.slot)
     shards = local_tensors(rank.full, rank=1, num_ranks=3)
-    for item in manifest.pack[1].items:
+    for item in plan.pack[1].items:
         box = shards[item.param][tuple(slice(a, a + n) for a, n in zip(item.start, item.size, strict=True))]
         packed = arena[item.arena_off : item.arena_off + item.nbytes].view(DTYPE).view(item.size)
         assert torch.equal(packed, box.to(DTYPE))
-    assert report.nbytes == sum(item.nbytes for item in manifest.pack[1].items)
+    assert report.nbytes == sum(item.nbytes for item in plan.pack[1].items)
 
 
 def test_digests_are_those_of_the_bytes_each_worker_pulls(rank: LocalPublisher) -> None:
-    manifest = manifest_of(3, 2)
-    rank.ws_open(opening(manifest))
+    plan = plan_of(3, 2)
+    rank.ws_open(opening(plan))
     slot = decode(rank.ws_publish(1, 5.0), PackReport).slot
     arena, digest = rank.publisher._epoch.end.slot(slot), CpuBackend().digest
     found = decode(rank.ws_digests(1, 5.0), PublishedDigests).by_worker
-    for plan in manifest.pull:
-        runs = [run for run in plan.runs if run.src_rank == 1]
-        assert list(found[plan.worker]) == [digest(arena[r.src_off : r.src_off + r.nbytes].clone()) for r in runs]
+    for pull in plan.pull:
+        runs = [run for run in pull.runs if run.src_rank == 1]
+        assert list(found[pull.worker]) == [digest(arena[r.src_off : r.src_off + r.nbytes].clone()) for r in runs]
 
 
 def test_range_that_two_workers_pull_is_digested_once() -> None:
-    segments = segments_of(manifest_of(1, 2), 0)
+    segments = segments_of(plan_of(1, 2).pack[0])
     assert len(set(segments.ranges)) == len(segments.ranges)
     assert set(segments.of_worker[0]) & set(segments.of_worker[1]), "embedding and norm go to both"
 
 
 def test_publishing_a_held_version_again_changes_nothing(rank: LocalPublisher) -> None:
-    rank.ws_open(opening(manifest_of(3, 1)))
+    rank.ws_open(opening(plan_of(3, 1)))
     first = rank.ws_publish(1, 5.0)
     before = decode(rank.ws_digests(1, 5.0), PublishedDigests)
     rank.full = full_weights(9)
@@ -91,7 +92,7 @@ def test_a_self_test_that_hangs_holds_its_slot_no_longer_than_it_may(
 ) -> None:
     now = 0.0
     rank.publisher = WeightPublisher(CpuBackend(), rank=1, clock=lambda: now)
-    rank.ws_open(opening(manifest_of(3, 1), num_slots=1))
+    rank.ws_open(opening(plan_of(3, 1), num_slots=1))
     rank.ws_publish(1, 5.0)
     sealer = rank.publisher._epoch.sealer
     sealer.wait(5.0)
@@ -113,7 +114,7 @@ def test_a_self_test_that_hangs_holds_its_slot_no_longer_than_it_may(
 def test_a_self_test_waits_for_a_seal_no_longer_than_it_may(
     rank: LocalPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank.ws_open(opening(manifest_of(3, 1)))
+    rank.ws_open(opening(plan_of(3, 1)))
     may_seal = threading.Event()
     monkeypatch.setattr(rank.publisher._epoch.sealer, "digests_of", lambda _: may_seal.wait(20) and ())
     rank.ws_publish(1, 5.0)
@@ -123,7 +124,7 @@ def test_a_self_test_waits_for_a_seal_no_longer_than_it_may(
 
 
 def test_wrong_shape_is_refused_and_the_slot_stays_usable(rank: LocalPublisher) -> None:
-    rank.ws_open(opening(manifest_of(3, 1), num_slots=1))
+    rank.ws_open(opening(plan_of(3, 1), num_slots=1))
     good = rank.full
     rank.full = {**good, "down.weight": torch.zeros(5, 7)}
     with pytest.raises(PlanMismatch, match=r"down.weight.*the model changed"):
@@ -133,13 +134,13 @@ def test_wrong_shape_is_refused_and_the_slot_stays_usable(rank: LocalPublisher) 
 
 
 def test_missing_tensor_is_named(rank: LocalPublisher) -> None:
-    rank.ws_open(opening(manifest_of(3, 1)))
+    rank.ws_open(opening(plan_of(3, 1)))
     with pytest.raises(PlanMismatch, match=r"weight: .*gave no local shard"):
         rank.publisher.publish(1, {}, deadline_s=1.0)
 
 
 def test_reader_that_never_leaves_is_named(rank: LocalPublisher) -> None:
-    rank.ws_open(opening(manifest_of(3, 1), num_slots=1))
+    rank.ws_open(opening(plan_of(3, 1), num_slots=1))
     rank.ws_publish(1, 5.0)
     rank.publisher._epoch.sealer.wait(5.0)
     rank.publisher._epoch.arena.lease(1, holder="r5/0", ttl_s=1000.0)
@@ -147,17 +148,10 @@ def test_reader_that_never_leaves_is_named(rank: LocalPublisher) -> None:
         rank.ws_publish(2, 0.2)
 
 
-def test_tampered_manifest_is_refused(rank: LocalPublisher) -> None:
-    manifest = manifest_of(3, 1)
-    wrong = Manifest(epoch=2, params=manifest.params, pack=manifest.pack, pull=manifest.pull, digest=manifest.digest)
-    with pytest.raises(PlanMismatch):
-        rank.ws_open(opening(wrong))
-
-
 def test_rank_that_was_not_planned_is_refused() -> None:
     stranger = WeightPublisher(CpuBackend(), rank=7)
-    with pytest.raises(PlanMismatch, match=r"packs ranks \[0, 1, 2\], this is rank 7"):
-        stranger.open(opening(manifest_of(3, 1)))
+    with pytest.raises(PlanMismatch, match=r"this is learner 7, the plan has parts for learner 1"):
+        stranger.open(opening(plan_of(3, 1)))
 
 
 def test_publish_needs_an_open_epoch(rank: LocalPublisher) -> None:
@@ -166,7 +160,7 @@ def test_publish_needs_an_open_epoch(rank: LocalPublisher) -> None:
 
 
 def test_probe_differs_between_ranks_and_is_written_before_anything_is_served(rank: LocalPublisher) -> None:
-    info = decode(rank.ws_open(opening(manifest_of(3, 1))), PublisherInfo)
+    info = decode(rank.ws_open(opening(plan_of(3, 1))), PublisherInfo)
     page = rank.publisher._epoch.end.probe
     assert page.numel() == info.probe_bytes
     assert CpuBackend().digest(page.clone()) == info.probe_digest

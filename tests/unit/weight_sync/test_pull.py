@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.plan.types import Run
+from weight_sync.plan.types import PullPlan, Run
 from weight_sync.receive.staging import shadow_plan
 from weight_sync.transports.base import PIECE_BYTES, pieces
 
@@ -23,7 +23,7 @@ runs = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(runs)
 def test_shadow_holds_every_run_and_each_of_its_bytes_once(found: list[Run]) -> None:
-    plan = shadow_plan(found)
+    plan = shadow_plan(PullPlan.of(0, found))
     shadow = {}
     for span in plan.ranges:
         for i in range(span.nbytes):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.ports import listening_ports
+from tests.fakes.row_shards import row_shards
 from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
 from tests.fakes.weight_job import LearnerProcess
 from weight_sync.channel import make_run_keys
@@ -31,22 +32,27 @@ from weight_sync.messages import (
     Reply,
     decode,
     encode,
-    manifest_to_bytes,
     reply_state,
 )
-from weight_sync.plan.planner import build_manifest
+from weight_sync.plan.agreement import share
+from weight_sync.plan.planner import build_plan
 from weight_sync.publish.publisher import WeightPublisher
-from weight_sync.publish.shards import shard_descs
 from weight_sync.receive import receiver as prefetch
 from weight_sync.receive import sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from weight_sync.plan.agreement import SharedPlan
     from weight_sync.receive.receiver import WeightReceiver
 
 KEYS = make_run_keys("run")
 OLD, NEW = full_weights(0), full_weights(1)
+
+
+def plan_of(receiver: WeightReceiver, *, num_ranks: int, epoch: int = 1) -> SharedPlan:
+    layouts = [receiver.bake(PARAMS)]
+    return share(build_plan(epoch=epoch, params=PARAMS, shards=row_shards(PARAMS, num_ranks), workers=layouts))
 
 
 class Pair:
@@ -55,14 +61,17 @@ class Pair:
     def __init__(self, publishers: list[Any], ask: Callable[..., Any], *, commit: str, **changes: object) -> None:
         self.replica = LocalReplica("r0")
         self.receiver: WeightReceiver = self.replica.receivers[0]
-        shards = shard_descs(PARAMS, num_ranks=len(publishers))
-        manifest = build_manifest(epoch=1, params=PARAMS, shards=shards, workers=[self.receiver.bake(PARAMS)])
-        shared = {"keys": KEYS, "epoch": 1, "manifest": manifest_to_bytes(manifest),
-                  "verify": True}  # fmt: skip
-        request = encode(OpenPublisher(**shared, transport="shm", num_slots=2, host="127.0.0.1"))
-        self.infos = tuple(decode(ask(p, "ws_open", request), PublisherInfo) for p in publishers)
-        fields = {**shared, "replica": "r0", "host": "127.0.0.1", "relay": False, "commit": commit,
-                  "publishers": self.infos, "deadline_s": 10.0, **changes}  # fmt: skip
+        plan = plan_of(self.receiver, num_ranks=len(publishers))
+        shared = {"keys": KEYS, "epoch": 1, "verify": True}
+        requests = [
+            encode(OpenPublisher(**shared, plan=part, transport="shm", num_slots=2, host="127.0.0.1"))
+            for part in plan.for_learner.values()
+        ]
+        self.infos = tuple(
+            decode(ask(p, "ws_open", request), PublisherInfo) for p, request in zip(publishers, requests, strict=True)
+        )
+        fields = {**shared, "plan": plan.for_replica, "replica": "r0", "host": "127.0.0.1", "relay": False,
+                  "commit": commit, "publishers": self.infos, "deadline_s": 10.0, **changes}  # fmt: skip
         self.request = OpenReceiver(**fields)
         self.receiver.open(self.request)
 
@@ -343,13 +352,11 @@ def test_a_retry_does_not_join_a_pull_that_gives_back_its_leases(closing: list[A
     assert watched.num_pulls == 2
 
 
-def test_other_manifest_than_the_learners_is_refused(local: LocalPublisher, closing: list[Any]) -> None:
+def test_other_plan_than_the_learners_is_refused(local: LocalPublisher, closing: list[Any]) -> None:
     pair = open_pair(local, closing, "staged")
-    other = build_manifest(
-        epoch=2, params=PARAMS, shards=shard_descs(PARAMS, num_ranks=1), workers=[pair.receiver.bake(PARAMS)]
-    )
+    other = plan_of(pair.receiver, num_ranks=1, epoch=2)
     request = OpenReceiver(
-        keys=KEYS, epoch=2, manifest=manifest_to_bytes(other), replica="r0",
+        keys=KEYS, epoch=2, plan=other.for_replica, replica="r0",
         commit="staged", verify=True, publishers=pair.infos, deadline_s=1.0, host="127.0.0.1", relay=False,
     )  # fmt: skip
     with pytest.raises(PlanMismatch, match="every party must open the same epoch"):
@@ -478,7 +485,7 @@ def test_dead_learner_is_noticed_when_the_epoch_opens(process: LearnerProcess) -
     pair.receiver.close()
     process.kill()
     request = OpenReceiver(
-        keys=KEYS, epoch=1, manifest=_manifest_bytes(pair), replica="r0",
+        keys=KEYS, epoch=1, plan=plan_of(pair.receiver, num_ranks=1).for_replica, replica="r0",
         commit="staged", verify=True, publishers=pair.infos, deadline_s=1.0, host="127.0.0.1", relay=False,
     )  # fmt: skip
     with pytest.raises(PublisherLost, match=r"did not answer Ping within 1\.0 s"):
@@ -487,12 +494,6 @@ def test_dead_learner_is_noticed_when_the_epoch_opens(process: LearnerProcess) -
 
 def shared_memory_names() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
-
-
-def _manifest_bytes(pair: Pair) -> bytes:
-    layout = pair.receiver.bake(PARAMS)
-    shards = shard_descs(PARAMS, num_ranks=1)
-    return manifest_to_bytes(build_manifest(epoch=1, params=PARAMS, shards=shards, workers=[layout]))
 
 
 def test_epoch_opened_again_believes_nothing_it_held_before(local: LocalPublisher, closing: list[Any]) -> None:
