@@ -10,8 +10,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-import msgspec
-
 from weight_sync.bench.case import Case, CaseError, make_case, read_suite
 
 if TYPE_CHECKING:
@@ -46,19 +44,17 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     group = found.add_argument_group("a case")
-    hints = get_type_hints(Case, include_extras=True)
-    for field in msgspec.structs.fields(Case):
-        kind, option = get_args(hints[field.name])
-        how: dict[str, Any] = {"type": kind, "metavar": option.value}
-        default = field.default
+    for name, hint in get_type_hints(Case, include_extras=True).items():
+        kind, meaning, value = get_args(hint)
+        default = getattr(Case(), name)
+        how: dict[str, Any] = {"type": kind, "metavar": value}
         if kind is bool:
             default, how = "on" if default else "off", {"action": argparse.BooleanOptionalAction}
         elif default == ():
-            default, how = "none", {"action": "append", "metavar": option.value}
+            default, how = "none", {"action": "append", "metavar": value}
         elif choices := get_args(kind):
             how = {"choices": choices}
-        name = f"--{field.name.replace('_', '-')}"
-        group.add_argument(name, help=f"{option.meaning} (default {default})", **how)
+        group.add_argument(f"--{name.replace('_', '-')}", help=f"{meaning} (default {default})", **how)
     add = found.add_argument_group("several cases, output").add_argument
     add("--case", action="append", metavar="OPTIONS", dest="cases", help="one more case: options that differ from the "
         "others on this line, as one string; may be repeated")  # fmt: skip
@@ -100,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from weight_sync.bench import report
     from weight_sync.bench.run import measure
 
-    num_failed = num_refused = 0
-    picture = ""
+    problems: list[bool] = []
+    num_refused, picture = 0, ""
     for case in cases:
         try:
             results = measure(case)
@@ -113,13 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if json_path is not None:
             report.append_json(results, json_path)
         if plot_path is not None and results.samples:
-            picture = report.plot(results, plot_path)
-        num_failed += bool(results.problems())
-    if picture:
-        sys.stdout.write(f"{picture}\n")
+            picture = f"{report.plot(results, plot_path)}\n"
+        problems.append(bool(results.problems()))
+    sys.stdout.write(picture)
     if num_refused == len(cases):
         return EXIT_USAGE
-    return EXIT_FAILED if num_failed else EXIT_DONE
+    return EXIT_FAILED if any(problems) else EXIT_DONE
 
 
 if __name__ == "__main__":

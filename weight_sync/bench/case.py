@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -21,49 +21,35 @@ class CaseError(ValueError):
     """A configuration that cannot be measured here. Says what to change."""
 
 
-class Option(NamedTuple):
-    """How the command line describes a field."""
-
-    meaning: str
-    value: str = ""
-
-
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every field is an option of the command line."""
+    """Every field is an option of the command line: its type, its meaning, and what stands for its value."""
 
-    model: Annotated[str, Option(", ".join(MODELS), "NAME")] = "qwen2.5-7b"
-    learners: Annotated[int, Option("learner ranks; each holds a row shard as FSDP2 would", "N")] = 1
-    replicas: Annotated[int, Option("engine replicas", "N")] = 1
-    tp: Annotated[int, Option("workers per replica", "N")] = 1
-    colocate: Annotated[bool, Option("worker i shares device i with learner i; else workers follow the learners")] = (
-        False
-    )
-    device: Annotated[str, Option("auto, cpu or the name of a backend", "NAME")] = "auto"
-    dtype: Annotated[str, Option("what the engines store and what travels", "NAME")] = "bfloat16"
-    master_dtype: Annotated[str, Option("what the learners hold", "NAME")] = "float32"
-    transport: Annotated[str, Option("auto, or a transport by name, such as ipc or shm", "NAME")] = "auto"
-    commit: Annotated[Literal["auto", "staged", "inplace"], Option("beside generation, or in the pause")] = "auto"
-    slots: Annotated[int, Option("versions a learner can hold at once", "N")] = 2
-    verify: Annotated[bool, Option("compare digests of what arrives")] = True
-    churn: Annotated[bool, Option("before every sync, allocate, free, and empty the allocator's cache everywhere")] = (
-        False
-    )
-    option: Annotated[tuple[str, ...], Option("other fields of SyncOptions; may be repeated", "FIELD=VALUE")] = ()
-    syncs: Annotated[int, Option(f"syncs that count, after {NUM_WARM_UPS} to warm up", "N")] = 20
-    timeout: Annotated[float, Option("deadline of one sync", "S")] = 60.0
-    case_timeout: Annotated[float, Option("deadline of a whole case", "S")] = 300.0
-    baselines: Annotated[bool, Option("also measure two broadcast schemes in common use")] = True
-    bucket_mib: Annotated[int, Option("size of a bucket of the packed baseline", "N")] = 512
+    model: Annotated[str, ", ".join(MODELS), "NAME"] = "qwen2.5-7b"
+    learners: Annotated[int, "learner ranks; each holds a row shard as FSDP2 would", "N"] = 1
+    replicas: Annotated[int, "engine replicas", "N"] = 1
+    tp: Annotated[int, "workers per replica", "N"] = 1
+    colocate: Annotated[bool, "worker i shares device i with learner i; else workers follow the learners", ""] = False
+    device: Annotated[str, "auto, cpu or the name of a backend", "NAME"] = "auto"
+    dtype: Annotated[str, "what the engines store and what travels", "NAME"] = "bfloat16"
+    master_dtype: Annotated[str, "what the learners hold", "NAME"] = "float32"
+    transport: Annotated[str, "auto, or a transport by name, such as ipc or shm", "NAME"] = "auto"
+    commit: Annotated[Literal["auto", "staged", "inplace"], "beside generation, or in the pause", ""] = "auto"
+    slots: Annotated[int, "versions a learner can hold at once", "N"] = 2
+    verify: Annotated[bool, "compare digests of what arrives", ""] = True
+    churn: Annotated[bool, "before each sync, allocate, free, and empty the allocator's cache everywhere", ""] = False
+    option: Annotated[tuple[str, ...], "other fields of SyncOptions; may be repeated", "FIELD=VALUE"] = ()
+    syncs: Annotated[int, f"syncs that count, after {NUM_WARM_UPS} to warm up", "N"] = 20
+    timeout: Annotated[float, "deadline of one sync", "S"] = 60.0
+    case_timeout: Annotated[float, "deadline of a whole case", "S"] = 300.0
+    baselines: Annotated[bool, "also measure two broadcast schemes in common use", ""] = True
+    bucket_mib: Annotated[int, "size of a bucket of the packed baseline", "N"] = 512
     engine: Annotated[
-        Literal["synthetic", "vllm"],
-        Option(
-            "an engine's parameters and nothing else, or real engines with random weights, generating all the while"
-        ),
+        Literal["synthetic", "vllm"], "parameters and nothing else, or engines with random weights that generate", ""
     ] = "synthetic"
-    requests: Annotated[int, Option("vllm: requests in flight per replica", "N")] = 64
-    max_tokens: Annotated[int, Option("vllm: tokens per request", "N")] = 256
-    gpu_memory_utilization: Annotated[float, Option("vllm: fraction of the device", "F")] = 0.4
-    enforce_eager: Annotated[bool, Option("vllm: no compilation, no device graphs")] = False
+    requests: Annotated[int, "vllm: requests in flight per replica", "N"] = 64
+    max_tokens: Annotated[int, "vllm: tokens per request", "N"] = 256
+    gpu_memory_utilization: Annotated[float, "vllm: fraction of the device", "F"] = 0.4
+    enforce_eager: Annotated[bool, "vllm: no compilation, no device graphs", ""] = False
 
     def __post_init__(self) -> None:
         for name in ("learners", "replicas", "tp", "syncs", "slots", "requests"):

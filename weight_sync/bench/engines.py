@@ -8,21 +8,20 @@ A model directory with nothing but a `config.json` is made from the shapes. No t
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import json
 import os
 import random
-import signal
 import statistics
 import tempfile
 import threading
 import time
-from bisect import bisect_left, bisect_right
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weight_sync.bench.processes import Child, Replica
+import numpy as np
+
+from weight_sync.bench.processes import Child
 from weight_sync.device.environment import merge_env
 from weight_sync.device.select import get_backend
 from weight_sync.device.visibility import device_id, seen_devices
@@ -30,16 +29,12 @@ from weight_sync.vllm.compat import EXTENSION, check_vllm_version, device_argume
 from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 
     from weight_sync.bench.case import Case
-    from weight_sync.bench.processes import Fleet
-    from weight_sync.bench.report import SyncSample
+    from weight_sync.bench.report import SyncSample, Window
     from weight_sync.device.base import Backend
     from weight_sync.messages import CommitResult
-
-    Window = tuple[float, float]
-    """(start, stop) on the host's monotonic clock."""
 
 PROMPT_TOKENS = 32
 CPU_CACHE_BYTES = 256 << 20
@@ -47,15 +42,7 @@ SETTLE_S, UNDISTURBED_S, BETWEEN_SYNCS_S = 2.0, 3.0, 0.25
 SHUTDOWN_S = 30.0
 
 
-class VllmReplica(Replica):
-    """A `ReplicaHandle`: one vLLM engine with its workers, in one process."""
-
-    async def _commit(self, version: int, method: str, args: tuple[Any, ...], timeout_s: float) -> CommitResult:
-        answer = await self.children[0].ask("commit", version, method, args, timeout_s, timeout_s=timeout_s)
-        return answer.value
-
-
-def vllm_replica(case: Case, name: str, devices: Sequence[int]) -> VllmReplica:
+def make_engine(case: Case, name: str, devices: Sequence[int]) -> Child:
     """
     Raises:
         UnsupportedVllm: vLLM is missing or of another version.
@@ -64,7 +51,7 @@ def vllm_replica(case: Case, name: str, devices: Sequence[int]) -> VllmReplica:
     backend = get_backend(case.device)
     seen, places = engine_devices(backend, devices, num_devices=backend.num_devices(), environ=os.environ)
     environment = {**engine_environment(case, backend), **seen}
-    return VllmReplica(name, [Child(name, VllmHost, case, environment, places, has_children=True)])
+    return Child(name, VllmHost, case, environment, places, has_children=True)
 
 
 def engine_devices(
@@ -132,12 +119,11 @@ class VllmHost:
     def commit(self, version: int, method: str, args: tuple[Any, ...], timeout_s: float) -> CommitResult:
         return self._run(self._replica.commit(version, method, *args, timeout_s=timeout_s))
 
-    def engine_pids(self) -> list[int]:
+    def start_traffic(self) -> list[int]:
+        """Returns the process ids of the engine."""
+        self._run(self._traffic.start(self._case.requests))
         manager: Any = self._engine.engine_core.resources.engine_manager
         return [process.pid for process in getattr(manager, "processes", ())]
-
-    def start_traffic(self) -> None:
-        self._run(self._traffic.start(self._case.requests))
 
     def end_traffic(self, windows: Mapping[str, Sequence[Window]], timeout_s: float) -> dict[str, Any]:
         self._run(self._traffic.end(timeout_s))
@@ -188,7 +174,7 @@ class Traffic:
         self._generate = generate
         self._max_tokens = max_tokens
         self._is_ending = False
-        self._numbers = iter(range(1 << 40))
+        self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, num_requests: int) -> None:
@@ -205,35 +191,28 @@ class Traffic:
 
     def summary(self, windows: Mapping[str, Sequence[Window]]) -> dict[str, Any]:
         """`windows`: undisturbed, pull, attest, until_commit (from the publication to the first pause), commit."""
-        steps = [when - before for window in windows["undisturbed"] for when, before, _ in self._between(*window)]
-        gaps = [self._longest_gap(*window) for window in windows["commit"]]
+        when, before, tokens = np.array(self.arrivals, dtype=float).reshape(-1, 3).T
+
+        def inside(window: Window) -> Any:
+            return (when > window[0]) & (when <= window[1])
+
+        def per_second(name: str) -> float:
+            seconds = sum(stop - start for start, stop in windows[name])
+            return float(sum(tokens[inside(window)].sum() for window in windows[name])) / seconds if seconds else 0.0
+
+        steps = np.concatenate([(when - before)[inside(window)] for window in windows["undisturbed"]])
+        # The longest wait of any request for its next tokens, of those waits that touch the window.
+        touching = ((when >= start) & (before <= stop) for start, stop in windows["commit"])
+        gaps = [float((when - before)[touch].max(initial=0.0)) for touch in touching] or [0.0]
         rates = ("undisturbed", "pull", "attest", "until_commit")
         return {
-            **{f"{name}_tokens_s": self._rate(windows[name]) for name in rates},
-            "median_step_s": statistics.median(steps or [0.0]),
-            "commit_gap_p50_s": statistics.median(gaps or [0.0]),
-            "commit_gap_max_s": max(gaps, default=0.0),
+            **{f"{name}_tokens_s": per_second(name) for name in rates},
+            "median_step_s": float(np.median(steps)) if len(steps) else 0.0,
+            "commit_gap_p50_s": statistics.median(gaps),
+            "commit_gap_max_s": max(gaps),
             "requests_done": self.num_done,
             "requests_lost": self.num_lost,
         }
-
-    def _rate(self, windows: Iterable[Window]) -> float:
-        """Tokens per second inside the windows; 0 without any."""
-        tokens = seconds = 0.0
-        for start, stop in windows:
-            tokens += sum(count for *_, count in self._between(start, stop))
-            seconds += stop - start
-        return tokens / seconds if seconds > 0 else 0.0
-
-    def _longest_gap(self, start: float, stop: float) -> float:
-        """Longest wait of any request for its next tokens, of those waits that touch the window; 0 without any."""
-        first = bisect_left(self.arrivals, start, key=itemgetter(0))
-        return max((when - before for when, before, _ in self.arrivals[first:] if before <= stop), default=0.0)
-
-    def _between(self, start: float, stop: float) -> list[tuple[float, float, int]]:
-        """Arrivals in (start, stop]."""
-        first, last = (bisect_right(self.arrivals, edge, key=itemgetter(0)) for edge in (start, stop))
-        return self.arrivals[first:last]
 
     async def _keep_one(self) -> None:
         """Consumes: nothing. Waits for: the tokens of one request at a time. Unblocked by: `end`."""
@@ -266,52 +245,16 @@ def merged(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-class Generation:
-    """Watches how the engines of a fleet generate while a case runs."""
-
-    def __init__(self, fleet: Fleet, case: Case) -> None:
-        self._fleet = fleet
-        self._timeout_s = case.timeout
-        self._undisturbed: list[Window] = []
-        self._pids: list[int] = []
-
-    async def start(self) -> None:
-        """Put requests in flight and measure how fast they run undisturbed."""
-        for child in self._fleet.workers():
-            self._pids += (await child.ask("engine_pids", timeout_s=self._timeout_s)).value
-        for child in self._fleet.workers():
-            await child.ask("start_traffic", timeout_s=self._timeout_s)
-        await asyncio.sleep(SETTLE_S)
-        started = time.monotonic()
-        await asyncio.sleep(UNDISTURBED_S)
-        self._undisturbed.append((started, time.monotonic()))
-
-    async def end(self, samples: Sequence[SyncSample]) -> dict[str, Any]:
-        """Let the requests end. Returns what they saw."""
-        summaries: list[dict[str, Any]] = []
-        for child in self._fleet.workers():
-            asked = child.ask(
-                "end_traffic", self._windows(child.name, samples), self._timeout_s, timeout_s=2 * self._timeout_s
-            )
-            summaries.append((await asked).value)
-        return merged(summaries)
-
-    def _windows(self, replica: str, samples: Sequence[SyncSample]) -> dict[str, list[Window]]:
-        found: dict[str, list[Window]] = {name: [] for name in ("pull", "attest", "until_commit", "commit")}
-        found["undisturbed"] = self._undisturbed
-        for sample in samples:
-            spans = [span for span in sample.spans if span.phase == "commit"]
-            found["commit"] += [(span.started, span.stopped) for span in spans if span.party == replica]
-            # While the first replica commits, others may wait for their turn, with nothing going on.
-            found["until_commit"].append((sample.published, min(span.started for span in spans)))
-            workers = [name for name in sample.pulls if name.startswith(f"{replica}/")]
-            for phase in ("pull", "attest"):
-                starts, stops = zip(*(sample.windows(name)[phase] for name in workers), strict=True)
-                found[phase].append((min(starts), max(stops)))
-        return found
-
-    def kill_orphans(self) -> None:
-        """vLLM's engine process does not notice that its owner is gone; call this when the fleet has closed."""
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+def windows_of(replica: str, samples: Sequence[SyncSample]) -> dict[str, list[Window]]:
+    """When the engine `replica` pulled, took digests and committed; and the times from a publication to the first
+    commit, since while one replica commits others may wait for their turn, with nothing going on."""
+    found: dict[str, list[Window]] = {name: [] for name in ("pull", "attest", "until_commit", "commit")}
+    for sample in samples:
+        spans = [span for span in sample.spans if span.phase == "commit"]
+        found["commit"] += [(span.started, span.stopped) for span in spans if span.party == replica]
+        found["until_commit"].append((sample.published, min(span.started for span in spans)))
+        workers = [name for name in sample.pulls if name.startswith(f"{replica}/")]
+        for phase in ("pull", "attest"):
+            starts, stops = zip(*(sample.windows(name)[phase] for name in workers), strict=True)
+            found[phase].append((min(starts), max(stops)))
+    return found

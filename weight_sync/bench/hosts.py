@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from weight_sync.bench.baselines import Party, Seat
+from weight_sync.bench.baselines import Party
 from weight_sync.bench.ceiling import Ceiling
 from weight_sync.bench.model import EngineModel
 from weight_sync.device.select import get_backend
@@ -44,7 +44,7 @@ class _Host:
     """A process on its device, and what every host can do there."""
 
     def __init__(self, case: Case, device_index: int) -> None:
-        self._backend = get_backend(case.device)
+        self._case, self._backend = case, get_backend(case.device)
         self._device = self._backend.set_device(device_index)
         if self._device.type == "cpu":
             torch.set_num_threads(1)
@@ -72,8 +72,8 @@ class _Host:
         self._backend.synchronize()
         torch.accelerator.empty_cache()
 
-    def join(self, seat: Seat) -> None:
-        self._party = Party(seat, self._backend, self._device, self._params)
+    def join(self, rank: int, port: int) -> None:
+        self._party = Party(self._case, self._backend, self._device, rank=rank, port=port)
 
     def leave(self) -> None:
         if self._party is not None:

@@ -18,7 +18,7 @@ from weight_sync.errors import WeightSyncError
 from weight_sync.messages import CommitResult, PullReport, ReceiverInfo, make_error, open_reply, reply_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
 END_S, END_TREE_S = 5.0, 40.0
@@ -129,25 +129,27 @@ class Span(NamedTuple):
     stopped: float
 
 
-class Learner:
+class Learner(Child):
     """A `PublisherHandle`."""
 
-    def __init__(self, rank: int, child: Child) -> None:
-        self.rank, self.child = rank, child
+    def __init__(self, rank: int, make_host: Callable[..., Any], *args: Any) -> None:
+        super().__init__(f"learner {rank}", make_host, *args)
+        self.rank = rank
         self.spans: list[Span] = []
 
     async def call(self, method: str, *args: object, timeout_s: float) -> Any:
-        answer = await self.child.ask(method, *args, timeout_s=timeout_s)
+        answer = await self.ask(method, *args, timeout_s=timeout_s)
         if method == "ws_publish":
-            self.spans.append(Span(self.child.name, "publish", answer.started, answer.stopped))
+            self.spans.append(Span(self.name, "publish", answer.started, answer.stopped))
         return answer.value
 
 
 class Replica:
-    """A `ReplicaHandle` of one child per worker. Nothing generates, so a pause is the commit itself."""
+    """A `ReplicaHandle`: one child per worker, or (`is_engine`) one for an engine with its workers. Where nothing
+    generates, a pause is the commit itself."""
 
-    def __init__(self, name: str, children: Sequence[Child]) -> None:
-        self.name, self.children = name, children
+    def __init__(self, name: str, children: Sequence[Child], *, is_engine: bool = False) -> None:
+        self.name, self.children, self._is_engine = name, children, is_engine
         self.spans: list[Span] = []
         self.pulls: dict[str, PullReport] = {}
         """Worker ("r0/1") -> what bringing the version cost it."""
@@ -164,42 +166,17 @@ class Replica:
 
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
         started = time.monotonic()
-        result = await self._commit(version, method, args, timeout_s)
+        if self._is_engine:
+            asked = self.children[0].ask("commit", version, method, args, timeout_s, timeout_s=timeout_s)
+            result: CommitResult = (await asked).value
+        else:
+            replies = await self.call(method, *args, timeout_s=timeout_s)
+            result = CommitResult(results=replies, pause_s=time.monotonic() - started)
         if reply_state(result.results) == "ok":
             self.spans.append(Span(self.name, "commit", started, time.monotonic()))
             self.pulls = self._by_worker(result.results, PullReport)
         return result
 
-    async def _commit(self, _version: int, method: str, args: tuple[Any, ...], timeout_s: float) -> CommitResult:
-        started = time.monotonic()
-        replies = await self.call(method, *args, timeout_s=timeout_s)
-        return CommitResult(results=replies, pause_s=time.monotonic() - started)
-
     def _by_worker(self, replies: Sequence[bytes], kind: type[Any]) -> dict[str, Any]:
         values = (open_reply(reply, kind, party=self.name) for reply in replies)
         return {f"{self.name}/{worker}": value for worker, value in enumerate(values)}
-
-
-class Fleet:
-    """All processes of one case."""
-
-    def __init__(self) -> None:
-        self.learners: list[Learner] = []
-        self.replicas: list[Replica] = []
-
-    def workers(self) -> list[Child]:
-        return [child for replica in self.replicas for child in replica.children]
-
-    def children(self) -> list[Child]:
-        return [*(learner.child for learner in self.learners), *self.workers()]
-
-    def parties(self) -> Iterator[Learner | Replica]:
-        return itertools.chain(self.learners, self.replicas)
-
-    def close(self) -> None:
-        """Every process has ended afterwards."""
-        children = self.children()
-        for child in children:
-            child.end()
-        for child in children:
-            child.join()

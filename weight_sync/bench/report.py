@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from weight_sync.bench.processes import Span
     from weight_sync.messages import PullReport, SyncReport
 
+    Window = tuple[float, float]
+    """(start, stop) on the host's monotonic clock."""
+
 RESOURCES = ("allocations", "registrations", "communicators", "sockets", "control_connections")
 """Counters of things made; they must not grow after the first sync."""
 GROWTH_LIMIT_BYTES = 64 << 20
@@ -48,13 +51,14 @@ class SyncSample:
     pulls: Mapping[str, PullReport]
     """By worker ("r0/1")."""
     spans: Sequence[Span]
+    """Publishing and commits, as their processes saw them."""
 
     def seconds(self, figure: str) -> float:
         if figure == "publish_s":  # how long the slowest learner was blocked
             return max(span.stopped - span.started for span in self.spans if span.phase == "publish")
         return self.stopped - self.started if figure == "total_s" else getattr(self.report, figure)
 
-    def windows(self, worker: str) -> dict[str, tuple[float, float]]:
+    def windows(self, worker: str) -> dict[str, Window]:
         """While bytes came in, and then their digests were taken. Reckoned from when the coordinator asked, so a
         message's way too early."""
         pull = self.pulls[worker]
@@ -62,24 +66,14 @@ class SyncSample:
         pulled = started + pull.pull_s
         return {"pull": (started, pulled), "attest": (pulled, pulled + pull.attest_s)}
 
-    def reports(self) -> dict[str, Any]:
-        return msgspec.to_builtins({"sync": self.report, "workers": self.pulls})
-
     def timeline(self) -> list[dict[str, Any]]:
-        """Phases in seconds since the start. Publishing and commits are as their processes saw them; between a worker's
-        digests and the commit are messages and the wait for a turn."""
-        rows = [*self.spans, *((name, *row) for name in self.pulls for row in _flat(self.windows(name)))]
+        """Phases in seconds since the start. Between a worker's digests and the commit are messages and the wait for a
+        turn."""
+        rows = [*self.spans, *((name, p, *window) for name in self.pulls for p, window in self.windows(name).items())]
         return [
             {"party": party, "phase": phase, "start_s": start - self.started, "stop_s": stop - self.started}
             for party, phase, start, stop in sorted(rows, key=lambda row: (row[0], row[2]))
         ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaselineResult:
-    seconds: Sequence[float]
-    is_bit_exact: bool
-    """Every engine parameter differs from before, and is what a weight sync of the same version leaves."""
 
 
 @dataclass(kw_only=True)
@@ -89,123 +83,105 @@ class Results:
     case: Case
     device: str = "no device"
     failures: list[str] = field(default_factory=list)
-    total_s: float = 0.0
+    case_s: float = 0.0
     start_s: float = 0.0
     open_s: float = 0.0
     transport: str = ""
     commit: str = ""
     worker_bytes: Mapping[str, int] = field(default_factory=dict)
     samples: list[SyncSample] = field(default_factory=list)
-    first_memory: Mapping[str, int] = field(default_factory=dict)
-    last_memory: Mapping[str, int] = field(default_factory=dict)
-    first_counters: Mapping[str, int] = field(default_factory=dict)
-    last_counters: Mapping[str, int] = field(default_factory=dict)
+    memory: list[Mapping[str, int]] = field(default_factory=lambda: [{}, {}])
+    """Bytes in use of every process, after the first sync and after the last."""
+    counters: list[Mapping[str, int]] = field(default_factory=lambda: [{}, {}])
+    """Likewise."""
     mismatches: list[str] = field(default_factory=list)
-    baselines: dict[str, BaselineResult] = field(default_factory=dict)
+    baselines: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of its rounds, by name."""
+    inexact: list[str] = field(default_factory=list)
+    """Baselines after which an engine parameter was the same as before, or not what a weight sync leaves."""
     baselines_skipped: str = ""
     ceiling_s: list[float] = field(default_factory=list)
+    """The slowest worker's plain copies."""
     generation: dict[str, Any] = field(default_factory=dict)
 
     def problems(self) -> list[str]:
         """Every reason why this case is not a success."""
         grown = [f"{name} grew by {by}" for name, by in self.grown_counters().items()]
-        grown += [
-            f"memory of {name} grew by {by >> 20} MiB"
-            for name, by in self.memory_growth().items()
-            if by > GROWTH_LIMIT_BYTES
-        ]
-        wrong = [name for name, baseline in self.baselines.items() if not baseline.is_bit_exact]
+        growth = self.memory_growth().items()
+        grown += [f"memory of {name} grew by {by >> 20} MiB" for name, by in growth if by > GROWTH_LIMIT_BYTES]
         skipped = sum(sample.report.replicas_skipped for sample in self.samples)
         lost = self.generation.get("requests_lost", 0)
         return [
             *self.failures,
             *self.mismatches,
             *(f"{growth} after the first sync" for growth in grown),
-            *(f"{name} and weight sync left different bytes in the engines" for name in wrong),
+            *(f"{name} and weight sync left different bytes in the engines" for name in self.inexact),
             *([f"replicas were left out {skipped} times"] if skipped else []),
             *([f"{lost} requests were lost"] if lost else []),
         ]
 
     def grown_counters(self) -> dict[str, int]:
-        """Counters of resources that grew between the first sync and the last."""
-        growth = {name: self.last_counters.get(name, 0) - self.first_counters.get(name, 0) for name in RESOURCES}
-        return {name: by for name, by in growth.items() if by > 0}
+        first, last = self.counters
+        return {name: by for name in RESOURCES if (by := last.get(name, 0) - first.get(name, 0)) > 0}
 
     def memory_growth(self) -> dict[str, int]:
-        """Process -> bytes in use after the last sync less those after the first."""
-        return {name: last - self.first_memory.get(name, last) for name, last in self.last_memory.items()}
+        first, last = self.memory
+        return {name: nbytes - first.get(name, nbytes) for name, nbytes in last.items()}
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """p50 and max over the syncs that count, of every phase, in seconds."""
+        """Of every phase, in seconds, over the syncs that count."""
         return {name: spread(s.seconds(name) for s in self.samples) for name in ROWS} if self.samples else {}
 
     def worker_figures(self) -> dict[str, dict[str, float]]:
-        """Per worker: seconds and GB/s of its pulls."""
+        """Seconds and GB/s of each worker's pulls."""
         found: dict[str, dict[str, float]] = {}
         for name, nbytes in self.worker_bytes.items():
             if seconds := [sample.pulls[name].pull_s for sample in self.samples if name in sample.pulls]:
-                pull = spread(seconds)
-                found[name] = {
-                    "bytes": nbytes,
-                    "pull_s_p50": pull["p50"],
-                    "pull_s_max": pull["max"],
-                    "gb_s_p50": rate(nbytes, pull["p50"]),
-                    "gb_s_min": rate(nbytes, pull["max"]),
-                }
+                p50, slowest = spread(seconds).values()
+                rates = {"gb_s_p50": rate(nbytes, p50), "gb_s_min": rate(nbytes, slowest)}
+                found[name] = {"bytes": nbytes, "pull_s_p50": p50, "pull_s_max": slowest, **rates}
         return found
 
     def ceiling(self) -> dict[str, float]:
-        """The slowest worker's plain copies. `ratio` is that of the best of them to the median pull."""
+        """`ratio` is that of the best copy to the median pull."""
         if not self.ceiling_s or not self.samples:
             return {}
-        copied, best = spread(self.ceiling_s), min(self.ceiling_s)
-        pulled = self.figures()["pull_s"]["p50"]
-        return {
-            "s_best": best,
-            "s_p50": copied["p50"],
-            "s_max": copied["max"],
-            "gb_s_best": rate(max(self.worker_bytes.values()), best),
-            "ratio": best / pulled if pulled > 0 else math.inf,
-        }
+        copied, best, pulled = spread(self.ceiling_s), min(self.ceiling_s), self.figures()["pull_s"]["p50"]
+        times = {"s_best": best, "s_p50": copied["p50"], "s_max": copied["max"]}
+        ratio = best / pulled if pulled > 0 else math.inf
+        return {**times, "gb_s_best": rate(max(self.worker_bytes.values()), best), "ratio": ratio}
 
-    def num_retries(self) -> int:
-        return sum(sample.report.num_retries for sample in self.samples)
+    def typical(self) -> SyncSample | None:
+        """The sync of median length."""
+        ordered = sorted(self.samples, key=lambda sample: sample.stopped - sample.started)
+        return ordered[len(ordered) // 2] if ordered else None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything as plain values. `timeline` and `typical` are of the sync of median length."""
-        ordered = sorted(self.samples, key=lambda sample: sample.stopped - sample.started)
-        typical = ordered[len(ordered) // 2] if ordered else None
-        problems = self.problems()
+        """Everything as plain values. `timeline` and `typical` are of the typical sync."""
+        plain = ("device", "transport", "commit", "start_s", "open_s", "case_s", "baselines_skipped", "generation")
+        problems, typical = self.problems(), self.typical()
+        reports = {} if typical is None else {"sync": typical.report, "workers": typical.pulls}
         return {
             "case": msgspec.to_builtins(self.case),
             "label": self.case.label,
             "ok": not problems,
             "problems": problems,
-            "device": self.device,
-            "transport": self.transport,
-            "commit": self.commit,
+            **{name: getattr(self, name) for name in plain},
             "num_syncs": len(self.samples),
-            "start_s": self.start_s,
-            "open_s": self.open_s,
-            "case_s": self.total_s,
             "figures": self.figures(),
             "workers": self.worker_figures(),
             "ceiling": self.ceiling(),
             "baselines": {
-                name: {"seconds": spread(baseline.seconds), "bit_exact": baseline.is_bit_exact}
-                for name, baseline in self.baselines.items()
+                name: {"seconds": spread(seconds), "bit_exact": name not in self.inexact}
+                for name, seconds in self.baselines.items()
             },
-            "baselines_skipped": self.baselines_skipped,
-            "retries": self.num_retries(),
+            "retries": sum(sample.report.num_retries for sample in self.samples),
             "stalls": sum(sample.report.num_stalls for sample in self.samples),
             "mismatches": len(self.mismatches),
-            "memory": {"first": self.first_memory, "last": self.last_memory, "growth": self.memory_growth()},
-            "counters": {"first": self.first_counters, "last": self.last_counters, "grown": self.grown_counters()},
-            "generation": self.generation,
+            "memory": {**dict(zip(("first", "last"), self.memory, strict=True)), "growth": self.memory_growth()},
+            "counters": {**dict(zip(("first", "last"), self.counters, strict=True)), "grown": self.grown_counters()},
             "timeline": [] if typical is None else typical.timeline(),
-            "typical": {}
-            if typical is None
-            else msgspec.to_builtins({"sync": typical.report, "workers": typical.pulls}),
+            "typical": msgspec.to_builtins(reports),
         }
 
 
@@ -222,32 +198,32 @@ def rate(nbytes: int, seconds: float) -> float:
 
 def table(results: Results) -> str:
     """A few lines that say everything of note."""
-    lines = [f"{results.case.label} on {results.device}: {results.transport or 'not opened'}, {results.commit}"]
-    found = [(ROWS[name], _p50_max(figure)) for name, figure in results.figures().items()]
-    found += [
-        (f"worker {name}", f"{_ms(it['pull_s_p50'])} p50 {it['gb_s_p50']:8.1f} GB/s ({it['bytes'] / 1e9:.3f} GB)")
-        for name, it in results.worker_figures().items()
+    it = results.as_json()
+    rows = [(ROWS[name], _p50_max(figure)) for name, figure in it["figures"].items()]
+    rows += [
+        (f"worker {name}", f"{_ms(of['pull_s_p50'])} p50 {of['gb_s_p50']:8.1f} GB/s ({of['bytes'] / 1e9:.3f} GB)")
+        for name, of in it["workers"].items()
     ]
-    if it := results.ceiling():
-        reached = f"{_ms(it['s_best'])} best, {it['gb_s_best']:.1f} GB/s; pulls reach {it['ratio']:.3f} of it"
-        found.append(("ceiling (plain copies)", f"{_ms(it['s_p50'])} p50 {reached}"))
-    found += [
-        (name, f"{_p50_max(spread(it.seconds))}, {'bit-exact' if it.is_bit_exact else 'DIFFERS'}")
-        for name, it in results.baselines.items()
+    if of := it["ceiling"]:
+        reached = f"{_ms(of['s_best'])} best, {of['gb_s_best']:.1f} GB/s; pulls reach {of['ratio']:.3f} of it"
+        rows.append(("ceiling (plain copies)", f"{_ms(of['s_p50'])} p50 {reached}"))
+    rows += [
+        (name, f"{_p50_max(of['seconds'])}, {'bit-exact' if of['bit_exact'] else 'DIFFERS'}")
+        for name, of in it["baselines"].items()
     ]
-    found += [(name.removesuffix("_s"), _generation(name, value)) for name, value in results.generation.items()]
-    lines += [f"  {name:<28}{text}" for name, text in found]
-    if results.baselines_skipped:
-        lines.append(f"  no baselines: {results.baselines_skipped}")
-    if results.samples:
-        growth = max(results.memory_growth().values(), default=0)
+    rows += [(name.removesuffix("_s"), _generation(name, value)) for name, value in it["generation"].items()]
+    lines = [f"{it['label']} on {it['device']}: {it['transport'] or 'not opened'}, {it['commit']}"]
+    lines += [f"  {name:<28}{text}" for name, text in rows]
+    if it["baselines_skipped"]:
+        lines.append(f"  no baselines: {it['baselines_skipped']}")
+    if it["num_syncs"]:
+        growth = max(it["memory"]["growth"].values(), default=0)
         lines.append(
-            f"  {len(results.samples)} syncs, {results.num_retries()} retries, {len(results.mismatches)} mismatches, "
-            f"memory grew by {growth / 2**20:.1f} MiB, counters grew: {results.grown_counters() or 'none'}"
+            f"  {it['num_syncs']} syncs, {it['retries']} retries, {it['mismatches']} mismatches, "
+            f"memory grew by {growth / 2**20:.1f} MiB, counters grew: {it['counters']['grown'] or 'none'}"
         )
-    lines.append(f"  start {results.start_s:.1f} s, open {results.open_s:.2f} s, whole case {results.total_s:.1f} s")
-    lines += [f"  FAILED: {problem}" for problem in results.problems()]
-    return "\n".join(lines) + "\n"
+    lines.append(f"  start {it['start_s']:.1f} s, open {it['open_s']:.2f} s, whole case {it['case_s']:.1f} s")
+    return "\n".join([*lines, *(f"  FAILED: {problem}" for problem in it["problems"])]) + "\n"
 
 
 def append_json(results: Results, path: Path) -> None:
@@ -257,9 +233,9 @@ def append_json(results: Results, path: Path) -> None:
 
 
 def plot(results: Results, path: Path) -> str:
-    """Draw the timeline of the median sync. Returns what was done, or why not."""
-    rows: list[dict[str, Any]] = results.as_json()["timeline"]
-    if not rows:
+    """Draw the typical sync. Returns what was done, or why not."""
+    typical = results.typical()
+    if typical is None:
         return "no picture: no sync succeeded"
     try:
         matplotlib: Any = import_module("matplotlib")
@@ -267,6 +243,7 @@ def plot(results: Results, path: Path) -> str:
         pyplot: Any = import_module("matplotlib.pyplot")
     except ImportError:
         return "no picture: matplotlib is not installed (pip install matplotlib); the timeline is in the JSON"
+    rows = typical.timeline()
     parties = sorted({row["party"] for row in rows}, reverse=True)
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.35 * len(parties)))
     for row in rows:
@@ -280,10 +257,6 @@ def plot(results: Results, path: Path) -> str:
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return f"picture: {path}"
-
-
-def _flat(windows: Mapping[str, tuple[float, float]]) -> list[tuple[str, float, float]]:
-    return [(phase, *window) for phase, window in windows.items()]
 
 
 def _generation(name: str, value: float) -> str:
