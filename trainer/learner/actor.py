@@ -194,9 +194,7 @@ class LearnerActor:
 
     def device_id(self) -> str:
         """Of its device, for an engine that shares it. Also before `setup`."""
-        from weight_sync.device.visibility import device_id
-
-        return device_id(self._backend, self._place, os.environ)
+        return self._backend.device_id(self._place, os.environ)
 
     @property
     def _place(self) -> int:

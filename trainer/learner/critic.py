@@ -50,11 +50,11 @@ class ValueTargets(NamedTuple):
     """float64[T]: what the critic learns."""
 
 
-def refuse_non_finite(arrays: Iterable[np.ndarray], what: str, *, device: torch.device) -> None:
+def refuse_non_finite(arrays: Iterable[np.ndarray], what: str) -> None:
     """Raises TrainingDiverged on every rank if any of them has such a number: one that raised alone would leave the
     others waiting in their next collective."""
-    found = float(sum(np.count_nonzero(~np.isfinite(array_T)) for array_T in arrays))
-    (count,) = sum_over_ranks(torch.tensor([found], dtype=torch.float64, device=device))
+    found = sum(np.count_nonzero(~np.isfinite(array_T)) for array_T in arrays)
+    (count,) = sum_over_ranks([float(found)])
     if count > 0:
         raise TrainingDiverged(f"{int(count)} {what}; no weight was changed by this step")
 
@@ -110,12 +110,10 @@ class ValueSums:
         summed = (np.ones_like(errors_L), values_L, returns_L, returns_L**2, errors_L, errors_L**2)
         self._sums += [x.sum() for x in summed]
 
-    def reduce(self, device: torch.device) -> dict[str, Metric]:
+    def reduce(self) -> dict[str, Metric]:
         """Metrics over all ranks. Collective."""
         own = [*self._sums.tolist(), float(self._num_clipped), self._num_clippable]
-        tokens, value, total, total_sq, error, error_sq, clipped, clippable = sum_over_ranks(
-            torch.tensor(own, dtype=torch.float64, device=device)
-        )
+        tokens, value, total, total_sq, error, error_sq, clipped, clippable = sum_over_ranks(own)
         num = max(1.0, tokens)
         left, spread = error_sq - error**2 / num, total_sq - total**2 / num
         metrics = {
@@ -155,7 +153,7 @@ class Critic(ABC):
                 values.loss(values_L, batch, targets).backward()
             found.append(targets)
         bad = "values of the critic are not finite; lower critic.lr or critic.max_grad_norm"
-        refuse_non_finite([one.values_T for one in found], bad, device=self._device)
+        refuse_non_finite([one.values_T for one in found], bad)
         return found
 
 
@@ -197,7 +195,7 @@ class SeparateCritic(Critic):
 
     def grad_norm(self) -> float:
         """Of the whole gradient."""
-        return sum_over_ranks(self.optimizer.grad_sq_sum().to(self._device).reshape(1))[0] ** 0.5
+        return sum_over_ranks(self.optimizer.grad_sq_sum().reshape(1))[0] ** 0.5
 
     def update(
         self,

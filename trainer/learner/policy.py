@@ -151,7 +151,7 @@ class PolicyTrainer:
             if isinstance(critic, SeparateCritic):
                 metrics |= critic.update(batches, targets, values, step=step, grad_norm=norms["critic"])
             if critic is not None:
-                metrics |= values.reduce(self.device)
+                metrics |= values.reduce()
                 timer.mark("critic")
         return StepResult(
             step=step,

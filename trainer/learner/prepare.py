@@ -61,7 +61,7 @@ class Reference:
             "log-probs of the reference (algorithm.kl) are not finite; its weights do not change in a run, so look at "
             f"those of {self._key}, and try model.compute_dtype=float32"
         )
-        refuse_non_finite(found, what, device=self._built.device)
+        refuse_non_finite(found, what)
         return found
 
 
@@ -124,12 +124,12 @@ def prepare_step(
             raise ValueError("the advantages of this step are not final, and it came without rewards; pass them")
         rewards = [_rewards(b, r, config=config.kl) for b, r in zip(batches, references, strict=True)]
         if critic is None:
-            advantages = reward_advantages(batches, rewards, group_rewards, config=config, device=timer.device)
+            advantages = reward_advantages(batches, rewards, group_rewards, config=config)
         else:
             targets = critic.targets(batches, rewards, values)
             advantages = [one.advantages_T for one in targets]
             if config.whiten_advantages:
-                advantages = normalized_over_ranks(advantages, batches, device=timer.device)
+                advantages = normalized_over_ranks(advantages, batches)
         batches = [
             replace(batch, advantages=advantages_T.astype(np.float32))
             for batch, advantages_T in zip(batches, advantages, strict=True)
@@ -174,7 +174,6 @@ def reward_advantages(
     group_rewards: Sequence[GroupRewards],
     *,
     config: AlgorithmConfig,
-    device: torch.device,
 ) -> list[np.ndarray]:
     """Without a critic: what the estimator makes of penalized rewards. Collective.
 
@@ -189,7 +188,7 @@ def reward_advantages(
             for start, stop in pairwise(batch.cu_seqlens.tolist()):
                 returns_T[start:stop] = reward_to_go(rewards_T[start:stop], batch.loss_mask[start:stop])
             returns.append(returns_T)
-        return normalized_over_ranks(returns, batches, device=device) if traits.spans_step else returns
+        return normalized_over_ranks(returns, batches) if traits.spans_step else returns
     # Every rank knows the rewards of all responses, and the penalties of those it has; then all compute the same.
     sizes = [group.rewards_G.size for group in group_rewards]
     penalties_N = np.zeros(sum(sizes))
@@ -200,7 +199,7 @@ def reward_advantages(
             if response >= 0:
                 penalties_N[response] += penalties_T[start:stop].sum()
     # A response of one sequence is on one rank alone, the others add 0: the sum has the same bits on every split.
-    split = np.split(_over_ranks(penalties_N, device), np.cumsum(sizes)[:-1])
+    split = np.split(sum_over_ranks(penalties_N), np.cumsum(sizes)[:-1])
     groups = [
         replace(group, rewards_G=group.rewards_G - of_group)
         for group, of_group in zip(group_rewards, split, strict=bool(sizes))
@@ -212,21 +211,15 @@ def reward_advantages(
     ]
 
 
-def normalized_over_ranks(
-    values: Sequence[np.ndarray], batches: Sequence[MicroBatch], *, device: torch.device
-) -> list[np.ndarray]:
+def normalized_over_ranks(values: Sequence[np.ndarray], batches: Sequence[MicroBatch]) -> list[np.ndarray]:
     """(a - mean) / sqrt(max(variance, 1e-8)) over all loss tokens of the step, with the biased variance. Collective.
 
     As `advantages.reinforce_pp`, for values on different ranks: float64[T] of every micro-batch in and out, 0 outside
     `loss_mask`.
     """
     own = np.concatenate([v[batch.loss_mask] for v, batch in zip(values, batches, strict=True)])
-    count, total, square = _over_ranks(np.array([own.size, own.sum(), (own**2).sum()]), device)
+    count, total, square = sum_over_ranks([own.size, own.sum(), (own**2).sum()])
     mean = total / max(1.0, count)
     # Two sums in one pass: advantages are near 0 and have 16 digits, so the difference loses none that matter.
     scale = np.sqrt(max(square / max(1.0, count) - mean**2, MIN_VARIANCE))
     return [np.where(batch.loss_mask, (v - mean) / scale, 0.0) for v, batch in zip(values, batches, strict=True)]
-
-
-def _over_ranks(values: np.ndarray, device: torch.device) -> np.ndarray:
-    return np.array(sum_over_ranks(torch.from_numpy(values).to(device)))

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from trainer.config.algorithm import CorrectionConfig
 
@@ -50,11 +51,15 @@ class StepResult:
     """Operations per second that the device (of a group: all devices) can do; None if unknown."""
 
 
-def sum_over_ranks(values: Tensor) -> list[float]:
-    """[n] in float64: token counts beyond 2^24 are not exact in float32. Collective; waits for the device."""
-    values = values.double()
-    dist.all_reduce(values, op=dist.ReduceOp.SUM)
-    return values.tolist()
+def sum_over_ranks(values: Tensor | Sequence[float] | np.ndarray) -> list[float]:
+    """[n] in float64: token counts beyond 2^24 are not exact in float32. Collective; waits for the device.
+
+    In host memory, whose library (gloo) takes float64: not every device's does, HCCL among them.
+    """
+    on_host = values.cpu() if isinstance(values, Tensor) else np.asarray(values, np.float64)
+    summed = torch.as_tensor(on_host).to(torch.float64, copy=True)
+    dist.all_reduce(summed, op=dist.ReduceOp.SUM)
+    return summed.tolist()
 
 
 class StepSums:
@@ -77,11 +82,11 @@ class StepSums:
 
     def reduce(self, grad_sq_sum: Tensor, counts: Mapping[str, int]) -> dict[str, float]:
         """All of them over all ranks, and `grad_sq` and `counts` likewise. Collective; waits for the device."""
-        more = torch.tensor(list(counts.values()), dtype=torch.float64, device=self._device)
-        dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
-        sums = sum_over_ranks(torch.cat((self._sums.double(), grad_sq_sum.to(self._device).double().reshape(1), more)))
+        own = [*self._sums.cpu().tolist(), grad_sq_sum.item(), *counts.values()]
+        maxima = self._maxima.cpu()
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         names = (*self._names, "grad_sq", *counts, *self._max_names)
-        return dict(zip(names, sums + self._maxima.tolist(), strict=True))
+        return dict(zip(names, sum_over_ranks(own) + maxima.tolist(), strict=True))
 
 
 def policy_metrics(sums: Mapping[str, float], *, correction: CorrectionConfig) -> dict[str, Metric]:

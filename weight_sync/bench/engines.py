@@ -24,7 +24,7 @@ import numpy as np
 from weight_sync.bench.processes import Child
 from weight_sync.device.environment import merge_env
 from weight_sync.device.select import get_backend
-from weight_sync.device.visibility import device_id, seen_devices
+from weight_sync.device.visibility import seen_devices
 from weight_sync.vllm.compat import EXTENSION, check_vllm_version, device_arguments, takes_device_ids
 from weight_sync.vllm.replica import AsyncLLMReplica
 
@@ -58,7 +58,7 @@ def engine_devices(
     backend: Backend, devices: Sequence[int], *, num_devices: int, environ: Mapping[str, str]
 ) -> tuple[dict[str, str], tuple[int, ...]]:
     """As `seen_devices`, for an engine with `devices`: places among the `num_devices` that this process sees."""
-    ids = [device_id(backend, index, environ) for index in devices]
+    ids = [backend.device_id(index, environ) for index in devices]
     return seen_devices(backend, ids, num_devices=num_devices, environ=environ, own_first=not takes_device_ids())
 
 

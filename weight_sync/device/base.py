@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -125,6 +125,11 @@ class Backend(ABC):
     def unavailable_reason(self) -> str | None:
         """What is missing and what to do about it; None if the backend is available. Never raises."""
         return None if self.is_available() else f"device {self.name!r} is not available"
+
+    def device_id(self, place: int, environ: Mapping[str, str]) -> str:
+        """Of the device at `place` among those that a process with this environment sees: as its variable has it."""
+        visible = None if self.visible_devices_var is None else environ.get(self.visible_devices_var)
+        return str(place) if visible is None else visible.split(",")[place]
 
     @abstractmethod
     def num_devices(self) -> int:
@@ -261,6 +266,14 @@ class Backend(ABC):
             LinkBroken: the other did not join within `timeout_s`.
         """
         raise DeviceError(f"device {self.name!r} has no collective library that connects two processes; use gloo")
+
+    def check_layout(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Of an engine's parameters, by name.
+
+        Raises:
+            DeviceError: the memory of some is not laid out in rows, as weight sync writes it.
+        """
+        return
 
     def device_identity(self) -> str:
         """What tells the current device from every other device of every host; empty if that is not known."""

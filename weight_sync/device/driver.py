@@ -19,6 +19,7 @@ from typing import Any
 from weight_sync.errors import DeviceError
 
 _IPC_HANDLE_BYTES = 64
+_PCI_BUS_ID_BYTES = 32
 _ACL_KEY_BYTES = 65
 """Fixed by the CANN documentation of aclrtIpcMemGetExportKey."""
 
@@ -121,6 +122,12 @@ class CudaLikeDriver(_Library):
     def ipc_close(self, pointer: int, payload: bytes) -> None:
         self._call("IpcCloseMemHandle", c_void_p(pointer))
 
+    def pci_bus_id(self, index: int) -> str:
+        """Where the device is in its host, whatever its number: `0000:c1:00.0`."""
+        text = ctypes.create_string_buffer(_PCI_BUS_ID_BYTES)
+        self._call("DeviceGetPCIBusId", text, c_int(_PCI_BUS_ID_BYTES), c_int(index))
+        return text.value.decode()
+
     def host_register(self, pointer: int, nbytes: int) -> None:
         """Fix the pages of mapped host memory, so that the device reads and writes them by itself."""
         self._call("HostRegister", c_void_p(pointer), c_size_t(nbytes), c_uint(0))
@@ -173,6 +180,14 @@ class AclDriver(_Library):
 
     def set_device(self, index: int) -> None:
         self._call("aclrtSetDevice", ctypes.c_int32(index))
+
+    def host_index(self, index: int) -> int | None:
+        """The number that device `index` of this process has in its host; None if the library is too old to say."""
+        if not hasattr(self._library, "aclrtGetPhyDevIdByUserDevId"):
+            return None
+        physical = ctypes.c_int32()
+        self._call("aclrtGetPhyDevIdByUserDevId", ctypes.c_int32(index), ctypes.byref(physical))
+        return physical.value
 
     def malloc(self, nbytes: int) -> int:
         return self._pointer("aclrtMalloc", c_size_t(nbytes), c_int(self._MALLOC_HUGE_FIRST))

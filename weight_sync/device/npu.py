@@ -7,25 +7,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weight_sync.device.accelerator import ENGINE_SPAWNS, AcceleratorBackend
-from weight_sync.device.base import Capabilities, Role
+from weight_sync.device.base import Capabilities, Role, bytes_to_copy
 from weight_sync.device.collectives import HCCL_SWITCHES, PairGroup, hccl_group
 from weight_sync.device.driver import AclDriver
 from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
 from weight_sync.device.torch_binding import NpuBinding, TorchBinding
 from weight_sync.errors import DeviceError
+from weight_sync.node import node_id
 
 if TYPE_CHECKING:
     import ctypes
+    from collections.abc import Iterable
 
-    import torch
     from torch.distributed.distributed_c10d import Store
 
     from weight_sync.device.fused import FusedKernels
 
 _CONNECT_TIMEOUT_S = (120, 7200)
 """What HCCL accepts."""
+_COPY_ALIGNMENT = 64
+"""Of both addresses of an asynchronous copy. ACL does not refuse others: their bytes are undefined."""
+_FORMATS_IN_ROWS = (0, 2, 30)
+"""NCHW, ND and NCDHW, as torch_npu numbers them."""
 _WEIGHTS_IN_ROWS = {"weight_nz_mode": 0}
 """How newer versions of vllm-ascend spell VLLM_ASCEND_ENABLE_NZ=0."""
 
@@ -65,6 +72,35 @@ class NpuBackend(AcceleratorBackend):
 
     def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
         return hccl_group(store, rank=rank, timeout_s=timeout_s, device=device)
+
+    def device_identity(self) -> str:
+        index = self._enter()
+        assert isinstance(self._driver, AclDriver)
+        number = self._driver.host_index(index)
+        return f"{node_id()}-{self.device_id(index, os.environ) if number is None else number}"
+
+    def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
+        """As everywhere; what is not aligned for the copy engine is copied by torch, on the same stream."""
+        if not any(tensor.data_ptr() % _COPY_ALIGNMENT for tensor in (dst, src)):
+            super().copy_async(dst, src, stream)
+        elif bytes_to_copy(dst, src):
+            self._enter()
+            with self.use_stream(stream):
+                dst.view(-1).view(torch.uint8).copy_(src.view(-1).view(torch.uint8))
+
+    def check_layout(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        assert isinstance(self._binding, NpuBinding)
+        blocked = [
+            f"{name} (format {number})"
+            for name, tensor in named
+            if not tensor.is_meta and (number := self._binding.storage_format(tensor)) not in _FORMATS_IN_ROWS
+        ]
+        if blocked:
+            raise DeviceError(
+                f"{len(blocked)} parameters are not laid out in rows, so weight sync cannot write them, among them "
+                f"{', '.join(blocked[:3])}; they must be in ND (format 2): leave VLLM_ASCEND_ENABLE_NZ=0 and "
+                "additional_config.weight_nz_mode=0 as they are, and use no quantization that needs FRACTAL_NZ"
+            )
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         if role == "driver":

@@ -12,8 +12,10 @@ import torch
 from weight_sync.device.accelerator import ENGINE_SPAWNS, CudaLikeBackend
 from weight_sync.device.base import Capabilities, Role
 from weight_sync.device.collectives import NCCL_SWITCHES
+from weight_sync.device.driver import CudaLikeDriver
 from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
+from weight_sync.node import node_id
 
 if TYPE_CHECKING:
     import ctypes
@@ -49,6 +51,12 @@ class RocmBackend(CudaLikeBackend):
         # A driver whose torch is for something else does not know what its nodes have.
         sleeps = torch.version.hip is None or _version(torch.version.hip) >= _SLEEP_MODE_SINCE
         return Capabilities(ipc=True, sleep_mode=sleeps, engine_forks=False)
+
+    def device_identity(self) -> str:
+        # torch's UUIDs of a device differ between processes.
+        index = self._enter()
+        assert isinstance(self._driver, CudaLikeDriver)
+        return f"{node_id()}-{self._driver.pci_bus_id(index)}"
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         if role == "driver":

@@ -193,6 +193,10 @@ class NpuBinding(TorchBinding):
             )
         return address
 
+    def storage_format(self, tensor: torch.Tensor) -> int:
+        """How the memory of a tensor is laid out, as torch_npu numbers it."""
+        return self._module().get_npu_format(tensor)
+
     def flush(self, index: int) -> None:
         self._runtime().synchronize(self._device(index))
 

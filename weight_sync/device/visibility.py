@@ -80,9 +80,3 @@ def seen_devices(
     text, alias = ",".join(dict.fromkeys([*own, *there])), backend.visible_devices_alias
     names = [variable] if alias is None or environ.get(alias) != inherited or inherited is None else [variable, alias]
     return dict.fromkeys(names, text), tuple(range(len(own)))
-
-
-def device_id(backend: Backend, place: int, environ: Mapping[str, str]) -> str:
-    """Of the device at `place` among those that a process with this environment sees, as `take_devices` takes it."""
-    visible = None if backend.visible_devices_var is None else environ.get(backend.visible_devices_var)
-    return str(place) if visible is None else visible.split(",")[place]

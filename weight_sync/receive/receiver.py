@@ -164,6 +164,7 @@ class WeightReceiver:
         if device.index is not None:
             # Drivers keep a current device per thread, and the control thread has not chosen one.
             backend.set_device(device.index)
+        backend.check_layout(model.named_parameters())
         self._host = Host(model=model, backend=backend, worker=worker, device=device, clock=clock)
         self._epoch: ReceiverEpoch | None = None
         self._server: ControlServer | None = None

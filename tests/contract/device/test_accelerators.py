@@ -5,13 +5,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from tests.fakes.drivers.build import make_backend
+from tests.fakes.drivers.host_npu import HostNpuBinding
+from tests.fakes.drivers.peer import Peer, pattern
 from weight_sync.device import DeviceError
+from weight_sync.device.npu import NpuBackend
+from weight_sync.receive.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,6 +211,58 @@ def test_memory_that_torch_cannot_view_is_given_back(
         with pytest.raises(DeviceError, match="torch copied it"):
             make()
     assert accelerator.counters("used", "closes") == (0, 1)
+
+
+@pytest.mark.parametrize("at", [(64, 64), (65, 64), (64, 97), (3, 5)])
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_bytes_at_any_address_arrive(accelerator: Harness, at: tuple[int, int], own_stream: bool) -> None:
+    backend = accelerator.backend
+    blocks = [backend.alloc_persistent(4096) for _ in range(2)]
+    dst, src = (block.tensor[start : start + 1001] for block, start in zip(blocks, at, strict=True))
+    sent = pattern(1001, 7)
+    backend.copy_async(src, sent)
+    stream = backend.new_stream() if own_stream else None
+    backend.copy_async(dst, src, stream)
+    arrived = torch.zeros(1001, dtype=torch.uint8)
+    backend.copy_async(arrived, dst, stream)
+    backend.synchronize(stream)
+    assert torch.equal(arrived, sent)
+    for block in blocks:
+        block.close()
+
+
+def test_an_npu_is_used_by_no_thread_before_it_is_initialised_and_a_device_chosen(libraries: dict[str, str]) -> None:
+    """As the fake refuses it: the first call of a fresh process is whatever the backend makes it."""
+    with closing(Peer()) as peer:
+        block = peer.call("alloc", "npu", libraries["npu"], 100)
+        handle = peer.export(block)
+        code = (
+            "import threading, ctypes\n"
+            "found = []\n"
+            "backend = self._blocks[0][0]\n"
+            "worker = threading.Thread(target=lambda: found.append(backend.memory_info()[0] > 0))\n"
+            "worker.start(); worker.join()\n"
+            "result = (found, ctypes.CDLL(backend._library_path).aclFinalize())"
+        )
+        assert peer.call("run", code) == ([True], 0)
+        with pytest.raises(DeviceError, match="failed with 100001"):
+            peer.call("give_up", block)
+    assert handle.nbytes == 100
+
+
+def test_weights_that_are_not_laid_out_in_rows_are_refused_with_the_settings_that_do_it(
+    libraries: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NpuBackend, "torch_device", "cpu")  # torch knows the other name once torch_npu is imported
+    binding = HostNpuBinding(libraries["npu"])
+    backend = make_backend("npu", libraries["npu"], binding)
+    model = torch.nn.Linear(4, 4)
+    backend.check_layout(model.named_parameters())
+    binding.module.formats_[model.weight.data_ptr()] = 29
+    for check in (lambda: backend.check_layout(model.named_parameters()),
+                  lambda: WeightReceiver(model, backend, worker=0)):  # fmt: skip
+        with pytest.raises(DeviceError, match=r"weight \(format 29\).*VLLM_ASCEND_ENABLE_NZ=0.*weight_nz_mode=0"):
+            check()
 
 
 def test_a_library_without_the_calls_is_named(libraries: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from trainer.learner import actor as learner_module
 from trainer.learner.actor import LearnerActor
 from weight_sync.device import DeviceError
 from weight_sync.device.select import build
-from weight_sync.device.visibility import device_id, seen_devices, take_devices
+from weight_sync.device.visibility import seen_devices, take_devices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +52,7 @@ def test_a_process_sees_all_devices_in_the_order_of_the_host_unless_it_must_have
 ) -> None:
     rocm, environ = build("rocm"), {} if inherited is None else {HIP: inherited}
     assert seen_devices(rocm, own, num_devices=4, environ=environ) == ({}, places)
-    assert [device_id(rocm, place, environ) for place in places] == own
+    assert [rocm.device_id(place, environ) for place in places] == own
     expected = {HIP: first}, tuple(range(len(own)))
     assert seen_devices(rocm, own, num_devices=4, environ=environ, own_first=True) == expected
 
@@ -76,7 +76,7 @@ def test_an_actor_that_shares_devices_takes_those_it_is_told(monkeypatch: pytest
     nobody: Any = None
     assert take_devices("cuda", nobody, own=("GPU-b", "GPU-a")) == (0, 1)
     assert os.environ[CUDA] == "GPU-b,GPU-a"
-    assert [device_id(build("cuda"), place, os.environ) for place in (0, 1)] == ["GPU-b", "GPU-a"]
+    assert [build("cuda").device_id(place, os.environ) for place in (0, 1)] == ["GPU-b", "GPU-a"]
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "npu"])
@@ -162,6 +162,23 @@ def test_a_handle_whose_number_is_another_device_here_is_refused_with_the_reason
     block = learner.call("alloc", "rocm", libraries["rocm"], 1024)
     with pytest.raises(DeviceError, match=r"failed with 101 .*; .*same devices in the same order"):
         engine.open("rocm", libraries["rocm"], learner.export(block))
+
+
+@pytest.mark.parametrize(("name", "variable"), [("rocm", HIP), ("npu", "ASCEND_RT_VISIBLE_DEVICES")])
+def test_a_device_is_known_by_its_place_in_the_host_whatever_its_number(
+    libraries: dict[str, str], name: str, variable: str
+) -> None:
+    peers = [Peer({variable: seen, "FAKE_NUM_DEVICES": "3"}) for seen in ("0,1,2", "1,2")]
+    try:
+        first, second = (
+            [peer.call("identity", name, libraries[name], place) for place in range(num)]
+            for peer, num in zip(peers, (3, 2), strict=True)
+        )
+    finally:
+        for peer in peers:
+            peer.close()
+    assert len(set(first)) == 3 and all(first)
+    assert second == first[1:]
 
 
 def test_a_learner_whose_node_has_not_the_device_that_was_named_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

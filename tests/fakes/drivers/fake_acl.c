@@ -6,15 +6,25 @@ static const int codes[] = {0, 107000 /* invalid parameter */, 207001 /* out of 
                             507899 /* driver error */, 107001 /* invalid device */, 507899, 507899, 507899, 507899};
 static char message[128] = "";
 
-static int done(const char *name, int status) {
+static int done_with(const char *name, int code) {
   int injected = fake_injected(name);
-  int code = injected ? injected : codes[status];
+  if (injected) code = injected;
   if (code) {
     fake_last_error = code;
     snprintf(message, sizeof message, "E%d: %s", code, code == 207001 ? "out of memory" : "call refused");
   }
   return code;
 }
+static int done(const char *name, int status) { return done_with(name, codes[status]); }
+/* Nothing but counting devices works before aclInit and after aclFinalize, nor in a thread that has chosen no device. */
+static int is_initialized;
+static _Thread_local int has_device;
+#define READY(name)                                                                              \
+  do {                                                                                           \
+    GUARD(name);                                                                                 \
+    if (!is_initialized) return done_with(name, 100001 /* not initialized */);                   \
+    if (!has_device) return done_with(name, 107002 /* no context */);                            \
+  } while (0)
 #define GUARD(name)                                                                              \
   do {                                                                                           \
     int started = fake_start("ASCEND_RT_VISIBLE_DEVICES");                                       \
@@ -27,18 +37,39 @@ int aclrtGetDeviceCount(uint32_t *count) {
   *count = (uint32_t)fake_num_visible;
   return done("aclrtGetDeviceCount", FAKE_OK);
 }
+int aclInit(const char *path) {
+  (void)path;
+  GUARD("aclInit");
+  if (is_initialized) return done_with("aclInit", 100002 /* repeated */);
+  is_initialized = 1;
+  return done("aclInit", FAKE_OK);
+}
+int aclFinalize(void) {
+  is_initialized = 0;
+  return done("aclFinalize", FAKE_OK);
+}
+/* The number of the host for a number of this process. */
+int aclrtGetPhyDevIdByUserDevId(int32_t index, int32_t *physical) {
+  GUARD("aclrtGetPhyDevIdByUserDevId");
+  if (index < 0 || index >= fake_num_visible) return done("aclrtGetPhyDevIdByUserDevId", FAKE_NO_DEVICE);
+  *physical = fake_visible[index];
+  return done("aclrtGetPhyDevIdByUserDevId", FAKE_OK);
+}
 int aclrtSetDevice(int32_t index) {
   GUARD("aclrtSetDevice");
+  if (!is_initialized) return done_with("aclrtSetDevice", 100001);
   if (index < 0 || index >= fake_num_visible) return done("aclrtSetDevice", FAKE_NO_DEVICE);
   fake_device = index;
+  has_device = 1;
   return done("aclrtSetDevice", FAKE_OK);
 }
 int aclrtMalloc(void **pointer, size_t size, int policy) {
-  GUARD("aclrtMalloc");
+  READY("aclrtMalloc");
   return done("aclrtMalloc", policy == 0 ? fake_malloc(pointer, size) : FAKE_INVALID);
 }
 int aclrtFree(void *pointer) { GUARD("aclrtFree"); return done("aclrtFree", fake_release(pointer, 0)); }
 int aclrtGetMemInfo(int attribute, size_t *available, size_t *total) {
+  READY("aclrtGetMemInfo");
   *available = fake_total - fake_used;
   *total = fake_total;
   return done("aclrtGetMemInfo", attribute == 1 ? FAKE_OK : FAKE_INVALID);
@@ -46,7 +77,7 @@ int aclrtGetMemInfo(int attribute, size_t *available, size_t *total) {
 int aclrtIpcMemGetExportKey(void *pointer, size_t size, char *key, size_t length, uint64_t flags) {
   fake_handle inner;
   fake_block *block = fake_find(pointer);
-  GUARD("aclrtIpcMemGetExportKey");
+  READY("aclrtIpcMemGetExportKey");
   if (length != KEY_BYTES || flags != 1 || block == NULL || size > block->size || fake_export(pointer, &inner) != FAKE_OK)
     return done("aclrtIpcMemGetExportKey", FAKE_INVALID);
   snprintf(key, length, "%d:%d:%llu:%llu", inner.pid, inner.fd, (unsigned long long)inner.inode,
@@ -61,7 +92,7 @@ static int parse(const char *key, fake_handle *inner) {
 }
 int aclrtIpcMemImportByKey(void **pointer, const char *key, uint64_t flags) {
   fake_handle inner;
-  GUARD("aclrtIpcMemImportByKey");
+  READY("aclrtIpcMemImportByKey");
   fake_open_flags = (long)flags;
   if (parse(key, &inner) != FAKE_OK) return done("aclrtIpcMemImportByKey", FAKE_INVALID);
   return done("aclrtIpcMemImportByKey", fake_open(&inner, pointer));
@@ -70,7 +101,7 @@ int aclrtIpcMemImportByKey(void **pointer, const char *key, uint64_t flags) {
 int aclrtIpcMemClose(const char *key) {
   fake_handle inner;
   struct stat status;
-  GUARD("aclrtIpcMemClose");
+  READY("aclrtIpcMemClose");
   if (parse(key, &inner) != FAKE_OK) return done("aclrtIpcMemClose", FAKE_INVALID);
   if (inner.pid == getpid()) {
     for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
@@ -86,12 +117,14 @@ int aclrtIpcMemClose(const char *key) {
       return done("aclrtIpcMemClose", fake_release(fake_blocks[i].pointer, 1));
   return done("aclrtIpcMemClose", FAKE_INVALID);
 }
-/* Copies of host memory that is not pinned are refused, which the real one carries out wrongly. */
+/* Copies of host memory that is not pinned, and of addresses that are not aligned, are refused, which the real one carries
+ * out wrongly. */
 static int is_there(const void *pointer, size_t size, int on_device) {
+  if ((uintptr_t)pointer % 64) return 0;
   return on_device ? fake_owns(pointer, size) : fake_host_of(pointer, size) != NULL;
 }
 int aclrtMemcpyAsync(void *dst, size_t room, const void *src, size_t size, int kind, void *stream) {
-  GUARD("aclrtMemcpyAsync");
+  READY("aclrtMemcpyAsync");
   (void)stream;
   int is_right = is_there(dst, size, kind & 1) && is_there(src, size, kind & 2); /* host to host is not supported */
   return done("aclrtMemcpyAsync", room >= size && kind && is_right ? fake_copy(dst, src, size, kind) : FAKE_INVALID);
@@ -111,25 +144,27 @@ static int fake_malloc_host(void **pointer, size_t size) {
 }
 
 int aclrtMallocHost(void **pointer, size_t size) {
-  GUARD("aclrtMallocHost");
+  READY("aclrtMallocHost");
   return done("aclrtMallocHost", fake_malloc_host(pointer, size));
 }
 int aclrtHostRegisterV2(void *pointer, uint64_t size, uint32_t flags) {
-  GUARD("aclrtHostRegisterV2");
+  READY("aclrtHostRegisterV2");
   return done("aclrtHostRegisterV2", flags == 0x10000000 /* pinned */ ? fake_register(pointer, size) : FAKE_INVALID);
 }
 int aclrtHostUnregister(void *pointer) {
-  GUARD("aclrtHostUnregister");
+  READY("aclrtHostUnregister");
   return done("aclrtHostUnregister", fake_unregister(pointer));
 }
 int aclrtCreateStream(void **stream) {
+  READY("aclrtCreateStream");
   *stream = (void *)(intptr_t)(0x1000 + ++fake_streams_created);
   return done("aclrtCreateStream", FAKE_OK);
 }
 int aclrtSynchronizeStream(void *stream) {
+  READY("aclrtSynchronizeStream");
   (void)stream;
   fake_stream_syncs++;
   return done("aclrtSynchronizeStream", FAKE_OK);
 }
-int aclrtSynchronizeDevice(void) { fake_device_syncs++; return done("aclrtSynchronizeDevice", FAKE_OK); }
+int aclrtSynchronizeDevice(void) { READY("aclrtSynchronizeDevice"); fake_device_syncs++; return done("aclrtSynchronizeDevice", FAKE_OK); }
 const char *aclGetRecentErrMsg(void) { fake_last_error = 0; return message; }

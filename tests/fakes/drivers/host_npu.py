@@ -66,12 +66,13 @@ class HostNpu:
         self.num_released_ = 0
 
     def init(self) -> None:
-        pass
+        assert self._library.aclInit(None) in (0, 100002), "the second is for a library that is initialised already"
 
     def is_available(self) -> bool:
         return True
 
     def set_device(self, index: int) -> None:
+        assert self._library.aclrtSetDevice(index) == 0
         self._local.index = index
 
     def current_device(self) -> int:
@@ -128,6 +129,11 @@ class HostTorchNpu:
     def __init__(self, library: str) -> None:
         self.npu = HostNpu(ctypes.CDLL(library))
         self._C = HostNpuC()
+        self.formats_: dict[int, int] = {}
+        """By address of a tensor, where it is not ND."""
+
+    def get_npu_format(self, tensor: torch.Tensor) -> int:
+        return self.formats_.get(tensor.data_ptr(), 2)
 
 
 class HostNpuBinding(NpuBinding):

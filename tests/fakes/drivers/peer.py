@@ -59,6 +59,10 @@ class Blocks:
     def set_device(self, name: str, library: str | None, index: int) -> None:
         self.backend(name, library).set_device(index)
 
+    def identity(self, name: str, library: str | None, index: int) -> str:
+        self.set_device(name, library, index)
+        return self.backend(name, library).device_identity()
+
     def alloc(self, name: str, library: str | None, nbytes: int) -> int:
         backend = self.backend(name, library)
         return self._keep(backend, backend.alloc_persistent(nbytes))

@@ -329,7 +329,7 @@ def reference_logprobs(batch: MicroBatch, seed: int = 7) -> np.ndarray:
 
 def finished(batches: list[MicroBatch], step_rewards: dict[str, Any], algorithm: AlgorithmConfig) -> list[np.ndarray]:
     rewards = [paid(b, reference_logprobs(b), algorithm.kl) for b in batches]
-    return reward_advantages(batches, rewards, step_rewards["group_rewards"], config=algorithm, device=CPU)
+    return reward_advantages(batches, rewards, step_rewards["group_rewards"], config=algorithm)
 
 
 def slow_penalized(part: MicroBatch) -> list[float]:
