@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 EXIT_WELL, EXIT_FAILED = 0, 1
 BEFORE = ("machine", "network", "packages", "imports")
-AFTER = ("memory", "ipc", "collectives", "sync")
+AFTER = ("memory", "pinned", "ipc", "collectives", "sync")
 """Run once the probe "device" has found a device; "sync" once for every transport."""
 DUMP_S, KILL_S = 3.0, 5.0
 """For a late probe to write where it is, and to be gone once it is killed. Inside a driver it may refuse both."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
+import logging
 import multiprocessing
 import os
 import platform
@@ -16,7 +17,7 @@ import resource
 import socket
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,6 +183,36 @@ def memory(name: str) -> Outcome:
     return Outcome("ok", lines)
 
 
+def pinned(name: str) -> Outcome:
+    """Shared host memory that the driver registers, copied to and from the device."""
+    from weight_sync.device.cpu import CpuBackend
+    from weight_sync.device.digest import digest_bytes
+
+    backend = get_backend(name)
+    if backend.ray_resource is None:
+        return Outcome("skipped", ["host memory is the device"])
+    backend.set_device(0)
+    pattern = _pattern()
+    with ExitStack() as stack:
+        host, on_device = CpuBackend().alloc_persistent(NBYTES), backend.alloc_persistent(NBYTES)
+        stack.callback(on_device.close)
+        stack.callback(host.close)
+        host.tensor.copy_(pattern)
+        rates = []
+        for pin in (lambda _: None, backend.pin):
+            pin(host)
+            started = time.monotonic()
+            backend.copy_async(on_device.tensor, host.tensor)
+            backend.synchronize()
+            rates.append(NBYTES / (time.monotonic() - started) / 1e9)
+        host.tensor.zero_()
+        backend.copy_async(host.tensor, on_device.tensor)
+        backend.synchronize()
+        if digest_bytes(host.tensor) != digest_bytes(pattern):
+            raise Wrong("bytes that went from pinned host memory to the device and back differ")
+    return Outcome("ok", [f"host -> device 0: {rates[0]:.1f} GB/s before it is registered, {rates[1]:.1f} GB/s after"])
+
+
 def ipc(name: str) -> Outcome:
     """A block of this process, read by a second one, on the same device and on the last one."""
     from weight_sync.device.digest import digest_bytes
@@ -292,20 +323,28 @@ def sync(name: str, transport: str) -> Outcome:
 
 
 PROBES: dict[str, Callable[..., Outcome]] = {
-    probe.__name__: probe for probe in (machine, network, packages, imports, device, memory, ipc, collectives, sync)
-}
+    probe.__name__: probe
+    for probe in (machine, network, packages, imports, device, memory, pinned, ipc, collectives, sync)
+}  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the outcome as JSON; what libraries print goes to standard error."""
+    """Write the outcome as JSON; what libraries print goes to standard error. A warning in the log makes it one."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     probe, *arguments = argv
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("weight_sync").addHandler(handler)
     try:
         outcome = PROBES[probe](*arguments)
     except Exception as error:  # noqa: BLE001 - whatever a driver or a library raises belongs into the report
         text = " ".join(str(error).split())[:2000]
         outcome = Outcome("FAILED", [text if isinstance(error, Wrong) else f"{type(error).__name__}: {text}"])
+    if warnings:
+        state = "warning" if outcome.state == "ok" else outcome.state
+        outcome = outcome._replace(state=state, lines=[*outcome.lines, *warnings[:10]])
     with answer:
         answer.write(json.dumps(outcome._asdict()))
 
