@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.tools.doctor import Outcome
+from weight_sync.device.fused import BatchCopy, BatchDigest
 from weight_sync.device.select import build, get_backend
 
 if TYPE_CHECKING:
@@ -168,11 +169,11 @@ def memory(name: str) -> Outcome:
             backend.synchronize(stream)
             seconds = time.monotonic() - started
             # Views of a block must be gone before it is closed.
-            digests = {backend.digest(second.tensor), *backend.digest_batch([second.tensor])()}
+            digests = {backend.digest(second.tensor), *BatchDigest(backend, [second.tensor])()}
             if digests != {expected} or not torch.equal(second.tensor.cpu(), pattern):
                 raise Wrong(f"device {index}: bytes that were copied differ, or digests do")
             cast = torch.empty(values.shape, dtype=torch.bfloat16, device=target)
-            backend.copy_batch([(cast, values.to(target))])()
+            BatchCopy(backend, [(cast, values.to(target))])()
             backend.synchronize()
             if not torch.equal(cast.cpu(), values.to(torch.bfloat16)):
                 raise Wrong(f"device {index}: float32 is rounded to other bfloat16 values than on the host")

@@ -26,13 +26,12 @@ from weight_sync.device.collectives import nccl_group
 from weight_sync.device.cpu import SharedBlock
 from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError, OutOfDeviceMemory
 from weight_sync.device.environment import EnvVar, is_true, missing_variables
-from weight_sync.device.fused import FusedKernels
 from weight_sync.device.process import describe_self, is_self, require_alive
 from weight_sync.device.torch_binding import CudaBinding, TorchBinding
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch.distributed.distributed_c10d import Store
 
@@ -119,7 +118,7 @@ class AcceleratorBackend(Backend):
     def __init__(self, *, library: str | None = None, binding: TorchBinding | None = None) -> None:
         self._binding = self._make_binding() if binding is None else binding
         self._library_path = library
-        self._pinned_index: int | None = None
+        self._own_index: int | None = None
         self._idle_streams: defaultdict[int, deque[Any]] = defaultdict(deque)
         """By device: torch's objects of streams that are not in use."""
         self.refused: deque[DriverBlock] = deque()
@@ -128,8 +127,6 @@ class AcceleratorBackend(Backend):
         self._pinned: dict[int, torch.Tensor] = {}
         """By address: host memory that the driver has registered, which therefore must stay mapped."""
         self._has_refused_to_pin = False
-        self._fused: dict[torch.device, FusedKernels | str] = {}
-        """By device: the kernels, or why there are none."""
 
     @abstractmethod
     def _make_binding(self) -> TorchBinding: ...
@@ -184,7 +181,7 @@ class AcceleratorBackend(Backend):
         return problems
 
     def device_name(self) -> str:
-        return self._binding.device_name(self._enter())
+        return self._binding.device_name(self.enter())
 
     def engine_defaults(self) -> dict[str, Any]:
         return {}
@@ -197,14 +194,14 @@ class AcceleratorBackend(Backend):
                 f"check {self.visible_devices_var}"
             )
         device = self._binding.set_device(index)
-        self._pinned_index = index
+        self._own_index = index
         self._driver.set_device(index)
         return device
 
     def alloc_persistent(self, nbytes: int) -> DriverBlock:
         require_size(nbytes)
         self._close_refused()
-        index = self._enter()
+        index = self.enter()
         rounded = -(-nbytes // _GRANULE) * _GRANULE
         try:
             try:
@@ -252,7 +249,7 @@ class AcceleratorBackend(Backend):
             raise DeviceError("a block cannot be opened by the process that exported it; use the block itself")
         require_alive(handle.attributes)
         self._close_refused()
-        index = self._enter()
+        index = self.enter()
         try:
             pointer = self._driver.ipc_open(handle.payload)
         except DriverCallError as error:
@@ -291,7 +288,7 @@ class AcceleratorBackend(Backend):
         assert isinstance(block, SharedBlock)
         address = block.tensor.data_ptr()
         try:
-            self._enter()
+            self.enter()
             self._driver.host_register(address, block.nbytes)
         except (DeviceError, RuntimeError) as error:
             log.log(
@@ -305,7 +302,7 @@ class AcceleratorBackend(Backend):
 
     def _unpin(self, address: int) -> None:
         try:
-            self._enter()
+            self.enter()
             self._driver.host_unregister(address)
         except (DeviceError, RuntimeError) as error:
             log.warning("%s: shared host memory stays mapped until this process ends: %s", self.name, error)
@@ -320,13 +317,13 @@ class AcceleratorBackend(Backend):
         nbytes = bytes_to_copy(dst, src)
         if nbytes == 0:
             return
-        self._enter()
+        self.enter()
         address = self._binding.current_stream() if stream is None else _require_stream(stream).address
         kind = _COPY_KINDS[self._binding.is_host(dst), self._binding.is_host(src)]
         self._driver.copy_async(dst.data_ptr(), src.data_ptr(), nbytes, kind=kind, stream=address)
 
     def new_stream(self) -> AcceleratorStream:
-        index = self._enter()
+        index = self.enter()
         make = partial(self._binding.new_stream, index, self._driver.stream_create)
         return AcceleratorStream(make, self._binding.address_of, self._idle_streams[index])
 
@@ -336,7 +333,7 @@ class AcceleratorBackend(Backend):
         return self._binding.use_stream(_require_stream(stream).in_torch)
 
     def synchronize(self, stream: Any | None = None) -> None:
-        index = self._enter()
+        index = self.enter()
         if stream is None:
             self.synchronize_device(index)
         else:
@@ -349,56 +346,31 @@ class AcceleratorBackend(Backend):
         self._driver.device_synchronize()
 
     def synchronize_current(self) -> None:
-        self._enter()
+        self.enter()
         self._driver.stream_synchronize(self._binding.current_stream())
-
-    def enter(self) -> None:
-        self._enter()
-
-    def _kernels_for(self, tensors: Sequence[torch.Tensor]) -> FusedKernels | None:
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1:
-            return None
-        device = devices.pop()
-        if device.type == "cpu" or device.index != self._enter():
-            return None
-        if device not in self._fused:
-            kernels = self._open_kernels(device)
-            if isinstance(kernels, str):
-                log.info("%s: fused kernels are not available, torch is used: %s", self.name, kernels)
-            self._fused[device] = kernels
-        found = self._fused[device]
-        return None if isinstance(found, str) else found
-
-    def _open_kernels(self, device: torch.device) -> FusedKernels | str:
-        """The fused kernels, or why there are none."""
-        return FusedKernels.open(self, device)
 
     def process_group(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
         # The library chooses its interfaces itself, by variables of its own.
-        device = self._binding.set_device(self._enter())
+        device = self._binding.set_device(self.enter())
         return self._connect_pair(store, rank=rank, timeout_s=timeout_s, device=device)
 
     def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
         """The vendor's part of `process_group`."""
         return super().process_group(store, rank=rank, timeout_s=timeout_s)
 
+    def enter(self) -> int:
+        """See `Backend.enter`. Where `set_device` was not called (an engine worker chose its own device), torch's
+        choice counts."""
+        index = self._binding.current_device() if self._own_index is None else self._own_index
+        self._driver.set_device(index)
+        return index
+
     def release_cached(self) -> None:
         self._binding.release_cached()
 
     def memory_info(self) -> tuple[int, int]:
-        self._enter()
+        self.enter()
         return self._driver.memory_info()
-
-    def _enter(self) -> int:
-        """Select this backend's device in the calling thread and return its index.
-
-        Drivers keep the current device per thread, so a helper thread would otherwise work on device 0. Where
-        `set_device` was not called (an engine worker chose its own device), torch's choice counts.
-        """
-        index = self._binding.current_device() if self._pinned_index is None else self._pinned_index
-        self._driver.set_device(index)
-        return index
 
 
 class CudaLikeBackend(AcceleratorBackend):
@@ -418,7 +390,7 @@ class CudaLikeBackend(AcceleratorBackend):
         return CudaLikeDriver(library, self._call_prefix)
 
     def device_identity(self) -> str:
-        index = self._enter()
+        index = self.enter()
         if not torch.cuda.is_available():
             return ""
         return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))

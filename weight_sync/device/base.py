@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     import torch
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from weight_sync.device.collectives import PairGroup
     from weight_sync.device.environment import EnvVar
-    from weight_sync.device.fused import BatchCopy, BatchDigest, FusedKernels
 
 Role = Literal["driver", "learner", "engine"]
 """Which kind of process an environment is meant for."""
@@ -113,6 +112,8 @@ class Backend(ABC):
     no other devices than it has given it."""
     visible_devices_alias: str | None = None
     """Another variable that the driver reads too. Where both are set they must say the same."""
+    no_fused_kernels: str | None = None
+    """Why `fused` does not try its kernels on this device."""
     collective: str
     """torch.distributed backend for the learner."""
     version_files: tuple[str, ...] = ()
@@ -218,42 +219,18 @@ class Backend(ABC):
         """
         self.synchronize()
 
-    def enter(self) -> None:
-        """Make this backend's device the calling thread's current one. Nothing where threads have none."""
-        return
+    def enter(self) -> int:
+        """Make this backend's device the calling thread's current one, and return its index; 0 if threads have none.
+
+        Drivers keep it per thread, so a helper thread would otherwise work on device 0.
+        """
+        return 0
 
     def digest(self, data: torch.Tensor) -> int:
         """64-bit digest of a contiguous tensor's bytes; equal bytes give equal digests on every backend."""
         from weight_sync.device.digest import digest_bytes
 
         return digest_bytes(data)
-
-    def digest_batch(self, views: Sequence[torch.Tensor]) -> BatchDigest:
-        """Prepare to digest `views`: contiguous uint8 tensors whose memory stays where it is. They are kept alive.
-
-        Raises:
-            DeviceError: a view is not made of bytes, or is not contiguous.
-        """
-        from weight_sync.device.fused import BatchDigest
-
-        return BatchDigest(self, views, self._kernels_for(views))
-
-    def copy_batch(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> BatchCopy:
-        """Prepare to copy `source` to `target` for each (target, source), which stay where they are and are kept alive.
-
-        Shapes are equal, targets contiguous and apart from all sources; sources may have any strides. Where dtypes
-        differ values are cast as `Tensor.to` casts them.
-
-        Raises:
-            DeviceError: a shape differs, or a target is not contiguous.
-        """
-        from weight_sync.device.fused import BatchCopy
-
-        return BatchCopy(self, pairs, self._kernels_for([tensor for pair in pairs for tensor in pair]))
-
-    def _kernels_for(self, tensors: Sequence[torch.Tensor]) -> FusedKernels | None:
-        """The fused kernels, if all of `tensors` lie on the device they work on."""
-        return None
 
     def process_group(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
         """Member `rank` (0 or 1) of a group of two that moves memory of this device. Blocks until the other has joined.

@@ -10,25 +10,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from weight_sync.device.digest import BLOCK_BYTES, BLOCK_WORDS, digest_bytes, weights_on
-from weight_sync.device.tables import Blocks, MoveKind, Operand, Tiles, collapse, digest_table, fold, tiles_of
+from weight_sync.device.tables import MoveKind, Operand, Tiles, collapse, digest_table, fold, tiles_of
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterable, Sequence
     from types import ModuleType
+
+    from weight_sync.device.base import Backend
 
 log = logging.getLogger(__name__)
 
 _CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Casts among these are rounded once, so there is one right result."""
-
 _HARD_TO_ROUND = (1 / 3, -1e-40, 65520.0, -torch.inf, *(1 + step * 2.0**-bits for bits in (8, 11) for step in (1, 3)))
 """Ties between neighbours in 16 bits, values that overflow, and ones that are easily flushed to zero."""
 
@@ -38,26 +38,10 @@ _ANY_COLUMNS, _ANY_WARPS = 1024, 4
 _MOVE_VECTORS, _MOVE_WARPS = 1024, 8
 
 
-class Device(Protocol):
-    """The part of a `Backend` that is used here."""
-
-    name: str
-
-    def enter(self) -> None: ...
-
-    def new_stream(self) -> Any | None: ...
-
-    def use_stream(self, stream: Any | None) -> AbstractContextManager[None]: ...
-
-    def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None: ...
-
-    def synchronize(self, stream: Any | None = None) -> None: ...
-
-
 class FusedKernels:
     """The kernels as they work on one device. Made by `open`."""
 
-    def __init__(self, backend: Device, device: torch.device, module: ModuleType) -> None:
+    def __init__(self, backend: Backend, device: torch.device, module: ModuleType) -> None:
         self.backend = backend
         self.device = device
         self._module = module
@@ -65,7 +49,7 @@ class FusedKernels:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, backend: Device, device: torch.device) -> FusedKernels | str:
+    def open(cls, backend: Backend, device: torch.device) -> FusedKernels | str:
         """The kernels for `device` (current in this thread), tried out; or why there are none."""
         try:
             from weight_sync.device import kernels
@@ -73,47 +57,33 @@ class FusedKernels:
             return f"Triton cannot be imported ({error})"
         found = cls(backend, device, kernels)
         try:
-            is_right = found._digests_right() and found._try_move(MoveKind("int64", "int64", 2))
+            is_right = found._digests_right() and found._moves_as_torch(MoveKind("int64", "int64", 2))
         except Exception as error:  # noqa: BLE001 - compilers and drivers fail in ways of their own; torch is always there
             return f"they do not compile or run on {device} ({type(error).__name__}: {error})"
         return found if is_right else f"their results on {device} differ from torch's"
 
-    def digest_blocks(self, whole: _DeviceBlocks, other: _DeviceBlocks, mixed: torch.Tensor) -> None:
-        """Launch on the current stream: every block's result into int64 `mixed`, at its slot."""
-        weights = weights_on(str(self.device))
-        if whole.count:
-            self._module.digest_whole_blocks[(whole.count // _BLOCK_ROWS,)](
-                whole.addresses,
-                whole.salts,
-                whole.slots,
-                weights,
-                mixed,
-                WORDS=BLOCK_WORDS,
-                ROWS=_BLOCK_ROWS,
-                COLUMNS=_BLOCK_COLUMNS,
-                num_warps=_BLOCK_WARPS,
-            )
-        if other.count:
-            self._module.digest_any_block[(other.count,)](
-                other.addresses,
-                other.sizes,
-                other.salts,
-                other.slots,
-                weights,
-                mixed,
-                COLUMNS=_ANY_COLUMNS,
-                num_warps=_ANY_WARPS,
+    def digest_whole(self, blocks: Sequence[torch.Tensor], mixed: torch.Tensor) -> None:
+        """Launch on the current stream: every block's result into int64 `mixed`, at its slot. For `DigestTable.whole`,
+        whose rows are `blocks`."""
+        addresses, _, salts, slots = blocks
+        if len(slots):
+            self._module.digest_whole_blocks[(len(slots) // _BLOCK_ROWS,)](
+                addresses, salts, slots, weights_on(str(self.device)), mixed,
+                WORDS=BLOCK_WORDS, ROWS=_BLOCK_ROWS, COLUMNS=_BLOCK_COLUMNS, num_warps=_BLOCK_WARPS,
+            )  # fmt: skip
+
+    def digest_other(self, blocks: Sequence[torch.Tensor], mixed: torch.Tensor) -> None:
+        """As `digest_whole`, for `DigestTable.other`."""
+        if len(blocks[0]):
+            self._module.digest_any_block[(len(blocks[0]),)](
+                *blocks, weights_on(str(self.device)), mixed, COLUMNS=_ANY_COLUMNS, num_warps=_ANY_WARPS
             )
 
     def move(self, kind: MoveKind, table: torch.Tensor) -> None:
         """Launch on the current stream: every tile of int64[n, 6] `table`."""
-        self._module.move_tiles[(table.shape[0],)](
-            table,
-            SOURCE=getattr(self._module.tl, kind.source),
-            TARGET=getattr(self._module.tl, kind.target),
-            WIDTH=kind.width,
-            VECTORS=_MOVE_VECTORS,
-            num_warps=_MOVE_WARPS,
+        source, target = getattr(self._module.tl, kind.source), getattr(self._module.tl, kind.target)
+        self._module.move_tiles[(len(table),)](
+            table, SOURCE=source, TARGET=target, WIDTH=kind.width, VECTORS=_MOVE_VECTORS, num_warps=_MOVE_WARPS
         )
 
     def pair_tiles(self, target: torch.Tensor, source: torch.Tensor) -> Tiles | None:
@@ -133,25 +103,19 @@ class FusedKernels:
         """
         with self._lock:
             if kind not in self._proven:
-                reason = self._why_wrong(kind)
-                if reason is not None:
-                    name, (source, target, width) = self.backend.name, kind
-                    log.warning(
-                        "%s: torch is used for %s to %s (%d in a vector): the kernel %s",
-                        name, source, target, width, reason,
-                    )  # fmt: skip
-                self._proven[kind] = reason is None
+                reason = "gives other results than torch"
+                try:
+                    self._proven[kind] = self._moves_as_torch(kind)
+                except Exception as error:  # noqa: BLE001 - as in `open`: one kind may not compile where the others do
+                    self._proven[kind] = False
+                    reason = f"does not compile or run ({type(error).__name__}: {error})"
+                if not self._proven[kind]:
+                    name, device = self.backend.name, self.device
+                    log.warning("%s: torch is used for %s on %s: the kernel %s", name, kind, device, reason)
             return self._proven[kind]
 
-    def _why_wrong(self, kind: MoveKind) -> str | None:
-        try:
-            is_right = self._try_move(kind)
-        except Exception as error:  # noqa: BLE001 - as in `open`: one kind may not compile where the others do
-            return f"does not compile or run on {self.device} ({type(error).__name__}: {error})"
-        return None if is_right else f"gives other results than torch on {self.device}"
-
-    def _try_move(self, kind: MoveKind) -> bool:
-        """Rows of vectors out of a wider matrix."""
+    def _moves_as_torch(self, kind: MoveKind) -> bool:
+        """Tried with rows of vectors out of a wider matrix."""
         dtypes = getattr(torch, kind.source), getattr(torch, kind.target)
         values = torch.tensor(_HARD_TO_ROUND) if dtypes[0].is_floating_point else torch.arange(-len(_HARD_TO_ROUND), 0)
         num_rows, num_vectors = len(_HARD_TO_ROUND), 3
@@ -170,14 +134,57 @@ class FusedKernels:
         return BatchDigest(self.backend, views, self)() == tuple(map(digest_bytes, views))
 
 
-class BatchDigest:
-    """Digests of views that stay where they are, and are kept alive. One thread at a time."""
+_opened: dict[torch.device, FusedKernels | str] = {}
+_opening = threading.Lock()
 
-    def __init__(self, backend: Device, views: Sequence[torch.Tensor], kernels: FusedKernels | None = None) -> None:
+
+def kernels_for(backend: Backend, tensors: Iterable[torch.Tensor]) -> FusedKernels | None:
+    """The fused kernels, if all of `tensors` lie on the current device and it has them. The log says once if not."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        return None
+    (device,) = devices
+    if device.type == "cpu" or device.index != backend.enter():
+        return None
+    with _opening:
+        if device not in _opened:
+            reason = backend.no_fused_kernels
+            _opened[device] = FusedKernels.open(backend, device) if reason is None else reason
+            if isinstance(_opened[device], str):
+                log.info("%s: no fused kernels, torch is used: %s", backend.name, _opened[device])
+        found = _opened[device]
+    return None if isinstance(found, str) else found
+
+
+class BatchDigest:
+    """Digests of views (contiguous, uint8) that stay where they are, and are kept alive. One thread at a time."""
+
+    def __init__(self, backend: Backend, views: Sequence[torch.Tensor], kernels: FusedKernels | None = None) -> None:
+        """
+        Raises:
+            DeviceError: a view is not made of bytes, or is not contiguous.
+        """
+        for index, view in enumerate(views):
+            if view.dtype != torch.uint8 or not view.is_contiguous():
+                raise DeviceError(
+                    f"a batch digest takes contiguous uint8 views, got number {index} with {view.dtype}, shape "
+                    f"{tuple(view.shape)} and strides {view.stride()}; give it slices of the buffer's bytes"
+                )
         self._backend = backend
-        self._views = _require_bytes(views)
+        self._views = tuple(views)
         self._stream = backend.new_stream()
-        self._fused = None if kernels is None else _FusedDigest(kernels, self._views)
+        self._kernels = kernels = kernels_for(backend, views) if kernels is None else kernels
+        if kernels is not None:
+            device = kernels.device
+            self._table = digest_table([(view.data_ptr(), view.numel()) for view in views], rows=_BLOCK_ROWS)
+            self._whole, self._other = (
+                [torch.from_numpy(row).to(device) for row in np.ascontiguousarray(blocks)]
+                for blocks in (self._table.whole, self._table.other)
+            )
+            self._mixed = torch.zeros(self._table.num_blocks, dtype=torch.int64, device=device)
+            # Pinned, or the copy back would go through a buffer of the driver's.
+            self._host = torch.zeros(self._table.num_blocks, dtype=torch.int64, pin_memory=device.type != "cpu")
+            backend.synchronize()
 
     def __call__(self) -> tuple[int, ...]:
         """Digest of every view as it is now, in order; each equals `Backend.digest(view)`.
@@ -187,83 +194,58 @@ class BatchDigest:
         """
         self._backend.enter()
         with self._backend.use_stream(self._stream):
-            if self._fused is None:
+            if self._kernels is None:
                 return tuple(map(digest_bytes, self._views))
-            self._fused.launch()
-        return self._fused.result(self._stream)
-
-
-class _DeviceBlocks(NamedTuple):
-    """`tables.Blocks` on the device."""
-
-    count: int
-    addresses: torch.Tensor
-    sizes: torch.Tensor
-    salts: torch.Tensor
-    slots: torch.Tensor
-
-
-class _FusedDigest:
-    """The tables of a `BatchDigest`, and where their results go."""
-
-    def __init__(self, kernels: FusedKernels, views: Sequence[torch.Tensor]) -> None:
-        self._kernels = kernels
-        self._table = digest_table([(view.data_ptr(), view.numel()) for view in views], rows=_BLOCK_ROWS)
-        self._whole = _blocks_on(kernels.device, self._table.whole)
-        self._other = _blocks_on(kernels.device, self._table.other)
-        self._mixed = torch.zeros(self._table.num_blocks, dtype=torch.int64, device=kernels.device)
-        # Pinned, or the copy back would go through a buffer of the driver's.
-        is_pinned = kernels.device.type != "cpu"
-        self._host = torch.zeros(self._table.num_blocks, dtype=torch.int64, pin_memory=is_pinned)
-        kernels.backend.synchronize()
-
-    def launch(self) -> None:
+            self._kernels.digest_whole(self._whole, self._mixed)
+            self._kernels.digest_other(self._other, self._mixed)
         if self._table.num_blocks:
-            self._kernels.digest_blocks(self._whole, self._other, self._mixed)
-
-    def result(self, stream: Any | None) -> tuple[int, ...]:
-        if self._table.num_blocks:
-            self._kernels.backend.copy_async(self._host, self._mixed, stream)
-            self._kernels.backend.synchronize(stream)
+            self._backend.copy_async(self._host, self._mixed, self._stream)
+            self._backend.synchronize(self._stream)
         return fold(self._table, self._host.numpy().view(np.uint64))
 
 
 class BatchCopy:
-    """Copies and casts between tensors that stay where they are, and are kept alive.
+    """Copies `source` to `target` for each (target, source), which stay where they are and are kept alive.
 
-    A launch per kind of move, usually one in all. What no kernel can move goes through torch.
+    Shapes are equal, targets contiguous and apart from all sources; sources may have any strides. Where dtypes differ
+    values are cast as `Tensor.to` casts them. A launch per kind of move, usually one in all; what no kernel can move
+    goes through torch.
     """
 
     def __init__(
         self,
-        backend: Device,
+        backend: Backend,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         kernels: FusedKernels | None = None,
     ) -> None:
+        """
+        Raises:
+            DeviceError: a shape differs, or a target is not contiguous.
+        """
+        if kernels is None:
+            kernels = kernels_for(backend, (tensor for pair in pairs for tensor in pair))
         self._backend = backend
         self._kernels = kernels
-        self._pairs = _require_pairs(pairs)
-        self.nbytes = sum(target.numel() * target.element_size() for target, _ in self._pairs)
-        """Written by one call."""
+        self._through_torch: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        tiles: Tiles = {}
+        for index, (target, source) in enumerate(pairs):
+            if target.shape != source.shape or not target.is_contiguous():
+                raise DeviceError(
+                    f"a batch copy takes contiguous destinations of their source's shape, got number {index} with "
+                    f"destination {tuple(target.shape)} (strides {target.stride()}) and source {tuple(source.shape)}"
+                )
+            found = None if kernels is None or not target.numel() else kernels.pair_tiles(target, source)
+            for kind, parts in ({} if found is None else found).items():
+                tiles.setdefault(kind, []).extend(parts)
+            if found is None and target.numel():
+                for tensors, tensor in zip(self._through_torch, (target, source), strict=True):
+                    tensors.append(tensor.detach())
+        self._kept_alive = tuple(pairs)
         self._launches: list[tuple[MoveKind, torch.Tensor]] = []
-        rest = self._pairs if kernels is None else self._plan_launches(kernels)
-        self._through_torch = [target for target, _ in rest], [source for _, source in rest]
-
-    def _plan_launches(self, kernels: FusedKernels) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Upload the tables of what kernels move; returns the other pairs."""
-        found: Tiles = {}
-        rest: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for target, source in self._pairs:
-            tiles = kernels.pair_tiles(target, source)
-            if tiles is None:
-                rest.append((target, source))
-                continue
+        if kernels is not None:
             for kind, parts in tiles.items():
-                found.setdefault(kind, []).extend(parts)
-        for kind, parts in found.items():
-            self._launches.append((kind, torch.from_numpy(np.concatenate(parts)).to(kernels.device)))
-        self._backend.synchronize()
-        return rest
+                self._launches.append((kind, torch.from_numpy(np.concatenate(parts)).to(kernels.device)))
+            backend.synchronize()
 
     def __call__(self, stream: Any | None = None) -> None:
         """Copy every pair, asynchronously on `stream` (None: the current one); `Backend.synchronize(stream)` waits."""
@@ -273,11 +255,6 @@ class BatchCopy:
                 for kind, table in self._launches:
                     self._kernels.move(kind, table)
             copy_all(*self._through_torch)
-
-
-def _blocks_on(device: torch.device, blocks: Blocks) -> _DeviceBlocks:
-    columns = (torch.from_numpy(np.ascontiguousarray(column)).to(device) for column in blocks)
-    return _DeviceBlocks(len(blocks.addresses), *columns)
 
 
 def _operand(tensor: torch.Tensor) -> Operand:
@@ -290,35 +267,3 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         with torch.no_grad():
             # Falls back to one copy_ each, below Python, for what it cannot group.
             torch._foreach_copy_(targets, sources, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _require_bytes(views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """
-    Raises:
-        DeviceError: a view is not made of bytes, or is not contiguous.
-    """
-    for index, view in enumerate(views):
-        if view.dtype != torch.uint8 or not view.is_contiguous():
-            raise DeviceError(
-                f"a batch digest takes contiguous uint8 views, got number {index} with {view.dtype}, shape "
-                f"{tuple(view.shape)} and strides {view.stride()}; give it slices of the buffer's bytes"
-            )
-    return tuple(views)
-
-
-def _require_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The pairs that hold anything, detached.
-
-    Raises:
-        DeviceError: a destination is not contiguous, or its shape is not its source's.
-    """
-    filled: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for index, (target, source) in enumerate(pairs):
-        if target.shape != source.shape or not target.is_contiguous():
-            raise DeviceError(
-                f"a batch copy takes contiguous destinations of their source's shape, got number {index} with "
-                f"destination {tuple(target.shape)} (strides {target.stride()}) and source {tuple(source.shape)}"
-            )
-        if target.numel():
-            filled.append((target.detach(), source.detach()))
-    return filled

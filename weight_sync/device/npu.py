@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
-    from weight_sync.device.fused import FusedKernels
-
 _CONNECT_TIMEOUT_S = (120, 7200)
 """What HCCL accepts."""
 _COPY_ALIGNMENT = 64
@@ -44,6 +42,8 @@ class NpuBackend(AcceleratorBackend):
     torch_device = "npu"
     ray_resource = "NPU"
     visible_devices_var = "ASCEND_RT_VISIBLE_DEVICES"
+    # A wrong access stops the device for the whole process, so this is not tried out.
+    no_fused_kernels = "they read memory by its address, which Triton for Ascend is not known to allow"
     collective = "cpu:gloo,npu:hccl"
     version_files = ("usr/local/Ascend/driver/version.info", "usr/local/Ascend/ascend-toolkit/latest/version.cfg")
     _ipc_hint = (
@@ -66,15 +66,11 @@ class NpuBackend(AcceleratorBackend):
         ipc = self.is_available() and isinstance(self._driver, AclDriver) and self._driver.supports_ipc()
         return Capabilities(ipc=ipc, sleep_mode=True, engine_forks=False)
 
-    def _open_kernels(self, device: torch.device) -> FusedKernels | str:
-        # A wrong access stops the device for the whole process, so this is not tried out.
-        return "they read memory by its address, which Triton for Ascend is not known to allow"
-
     def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
         return hccl_group(store, rank=rank, timeout_s=timeout_s, device=device)
 
     def device_identity(self) -> str:
-        index = self._enter()
+        index = self.enter()
         assert isinstance(self._driver, AclDriver)
         number = self._driver.host_index(index)
         return f"{node_id()}-{self.device_id(index, os.environ) if number is None else number}"
@@ -84,7 +80,7 @@ class NpuBackend(AcceleratorBackend):
         if not any(tensor.data_ptr() % _COPY_ALIGNMENT for tensor in (dst, src)):
             super().copy_async(dst, src, stream)
         elif bytes_to_copy(dst, src):
-            self._enter()
+            self.enter()
             with self.use_stream(stream):
                 dst.view(-1).view(torch.uint8).copy_(src.view(-1).view(torch.uint8))
 

@@ -54,7 +54,7 @@ class RocmBackend(CudaLikeBackend):
 
     def device_identity(self) -> str:
         # torch's UUIDs of a device differ between processes.
-        index = self._enter()
+        index = self.enter()
         assert isinstance(self._driver, CudaLikeDriver)
         return f"{node_id()}-{self._driver.pci_bus_id(index)}"
 

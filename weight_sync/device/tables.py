@@ -9,7 +9,7 @@ import numpy as np
 from weight_sync.device.digest import BLOCK_BYTES, GOLDEN, mix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 ALIGNMENT = 16
 """Bytes of the widest access of a thread, and what it has to be aligned to."""
@@ -21,25 +21,17 @@ _CAST_WIDTH = 8
 """Elements per vector of a cast: 16 bytes of the 16-bit side."""
 
 
-class Blocks(NamedTuple):
-    """Blocks of one digest kernel, int64[n] each."""
-
-    addresses: np.ndarray
-    sizes: np.ndarray
-    """Bytes; the kernel for whole blocks does not read them."""
-    salts: np.ndarray
-    """(1 + index within the view) * GOLDEN, wrapped."""
-    slots: np.ndarray
-    """Where the result goes: the block's number over all views."""
-
-
 class DigestTable(NamedTuple):
-    """All blocks of all views, and how their results come together."""
+    """All blocks of all views, and how their results come together.
+
+    Blocks are int64[4, n]; the rows are address, size in bytes, salt ((1 + index within the view) * GOLDEN, wrapped)
+    and slot (the block's number over all views, where its result goes).
+    """
 
     num_blocks: int
-    whole: Blocks
+    whole: np.ndarray
     """Aligned blocks of full size; their number is a multiple of the rows per program."""
-    other: Blocks
+    other: np.ndarray
     starts: np.ndarray
     """intp: first slot of every view that is not empty."""
     filled: np.ndarray
@@ -64,12 +56,12 @@ def digest_table(spans: Sequence[tuple[int, int]], *, rows: int) -> DigestTable:
     whole = np.flatnonzero(is_whole)
     # The few that do not fill a program go the other way.
     is_whole[whole[len(whole) - len(whole) % rows :]] = False
-    columns = (addresses, sizes, salts, slots)
+    blocks = np.stack([addresses, sizes, salts, slots])
     filled = np.flatnonzero(counts)
     return DigestTable(
         num_blocks=len(slots),
-        whole=Blocks(*(column[is_whole] for column in columns)),
-        other=Blocks(*(column[~is_whole] for column in columns)),
+        whole=blocks[:, is_whole],
+        other=blocks[:, ~is_whole],
         starts=starts[filled],
         filled=filled,
         lengths=mix(nbytes.astype(np.uint64)),
@@ -91,6 +83,9 @@ class Operand(NamedTuple):
     dtype: str
     """As both torch and Triton name it."""
     itemsize: int
+
+    def after(self, count: int) -> Operand:
+        return self._replace(address=self.address + count * self.itemsize)
 
 
 class Box(NamedTuple):
@@ -122,6 +117,23 @@ class Chunk(NamedTuple):
     """Counts per vector."""
     source_align: int
     target_align: int
+
+    def is_aligned(self, source: Operand, target: Operand) -> bool:
+        return source.address % self.source_align == 0 and target.address % self.target_align == 0
+
+
+_COPY_CHUNKS = (
+    Chunk(MoveKind("int64", "int64", 2), 16, 16, 16),
+    *(Chunk(MoveKind(f"int{8 * size}", f"int{8 * size}", 1), size, size, size) for size in (8, 4, 2, 1)),
+)
+
+
+def _cast_chunks(source: Operand, target: Operand) -> tuple[Chunk, ...]:
+    wide, narrow = (MoveKind(source.dtype, target.dtype, width) for width in (_CAST_WIDTH, 1))
+    return (
+        Chunk(wide, _CAST_WIDTH, ALIGNMENT, ALIGNMENT),
+        Chunk(narrow, 1, source.itemsize, target.itemsize),
+    )
 
 
 def collapse(shape: Sequence[int], strides: Sequence[int]) -> Box | None:
@@ -162,82 +174,46 @@ def tiles_of(box: Box, source: Operand, target: Operand) -> Tiles | None:
         chunks = _COPY_CHUNKS
     else:
         chunks = _cast_chunks(source, target)
-    if box.rows > 1:
-        chunk = next(chunk for chunk in chunks if _fits(chunk, box, source, target))
-        if box.columns // chunk.span > _MAX_COLUMNS:
-            return None
-        return {chunk.kind: [_cut(chunk, box, source, target)]}
-    return _cut_row(chunks, box.columns, source, target)
-
-
-_COPY_CHUNKS = (
-    Chunk(MoveKind("int64", "int64", 2), 16, 16, 16),
-    *(Chunk(MoveKind(f"int{8 * size}", f"int{8 * size}", 1), size, size, size) for size in (8, 4, 2, 1)),
-)
-
-
-def _cast_chunks(source: Operand, target: Operand) -> tuple[Chunk, Chunk]:
-    wide, narrow = (MoveKind(source.dtype, target.dtype, width) for width in (_CAST_WIDTH, 1))
-    return (
-        Chunk(wide, _CAST_WIDTH, ALIGNMENT, ALIGNMENT),
-        Chunk(narrow, 1, source.itemsize, target.itemsize),
-    )
-
-
-def _fits(chunk: Chunk, box: Box, source: Operand, target: Operand) -> bool:
-    """Whether every row begins aligned and is a whole number of vectors."""
-    return (
-        box.columns % chunk.span == 0
-        and source.address % chunk.source_align == 0
-        and box.stride * source.itemsize % chunk.source_align == 0
-        and target.address % chunk.target_align == 0
-    )
-
-
-def _cut_row(chunks: Sequence[Chunk], columns: int, source: Operand, target: Operand) -> Tiles:
-    """One contiguous row: a head up to where both sides are aligned, a body of whole vectors, a tail."""
-    for chunk in chunks:
-        heads = (head for head in range(chunk.span) if _is_aligned(chunk, _after(source, head), _after(target, head)))
-        head = next(heads, None)
-        if head is not None and columns >= head + chunk.span:
-            break
-    else:
-        raise AssertionError("the narrowest chunk fits any row")
+    # The narrowest chunk begins at once wherever it is asked to.
+    chunk, head = next((chunk, head) for chunk in chunks for head in _heads(chunk, box, source, target))
+    if box.rows > 1 and box.columns // chunk.span > _MAX_COLUMNS:
+        return None
+    body = (box.columns - head) // chunk.span * chunk.span
     found: Tiles = {}
-    body = (columns - head) // chunk.span * chunk.span
     for part, start, count in (
-        (chunks[-1], 0, head), (chunk, head, body), (chunks[-1], head + body, columns - head - body)
+        (chunks[-1], 0, head), (chunk, head, body), (chunks[-1], head + body, box.columns - head - body)
     ):  # fmt: skip
         if count > 0:
-            tiles = _cut(part, Box(1, count, 0), _after(source, start), _after(target, start))
+            tiles = _cut(part, box._replace(columns=count), source.after(start), target.after(start))
             found.setdefault(part.kind, []).append(tiles)
     return found
 
 
-def _after(operand: Operand, count: int) -> Operand:
-    return operand._replace(address=operand.address + count * operand.itemsize)
-
-
-def _is_aligned(chunk: Chunk, source: Operand, target: Operand) -> bool:
-    return source.address % chunk.source_align == 0 and target.address % chunk.target_align == 0
+def _heads(chunk: Chunk, box: Box, source: Operand, target: Operand) -> Iterator[int]:
+    """Where in a row whole vectors can begin. Among several rows all must be whole vectors."""
+    if box.rows > 1:
+        is_even = box.columns % chunk.span == 0 and box.stride * source.itemsize % chunk.source_align == 0
+        yield from (0,) if is_even and chunk.is_aligned(source, target) else ()
+    else:
+        last = min(chunk.span, box.columns - chunk.span + 1)
+        yield from (head for head in range(last) if chunk.is_aligned(source.after(head), target.after(head)))
 
 
 def _cut(chunk: Chunk, box: Box, source: Operand, target: Operand) -> np.ndarray:
     """Tiles of TILE_VECTORS vectors, int64[n, 6]. A tile within one row starts at its own first vector."""
     columns = box.columns // chunk.span
-    total = box.rows * columns
-    starts = np.arange(0, total, TILE_VECTORS, dtype=np.int64)
-    counts = np.minimum(TILE_VECTORS, total - starts)
+    starts = np.arange(0, box.rows * columns, TILE_VECTORS, dtype=np.int64)
+    counts = np.minimum(TILE_VECTORS, box.rows * columns - starts)
     row, begin = np.divmod(starts, columns)
     row_bytes, vector_bytes = box.stride * source.itemsize, chunk.span * source.itemsize
     wraps = begin + counts > columns
-    addresses = source.address + row * row_bytes + np.where(wraps, 0, begin * vector_bytes)
-    tiles = np.empty((len(starts), 6), np.int64)
-    tiles[:, 0] = addresses
-    tiles[:, 1] = target.address + starts * chunk.span * target.itemsize
-    tiles[:, 2] = np.where(wraps, columns, _MAX_COLUMNS)
-    # The kernel counts the stride in elements of its own dtype.
-    tiles[:, 3] = row_bytes * chunk.kind.width // vector_bytes
-    tiles[:, 4] = np.where(wraps, begin, 0)
-    tiles[:, 5] = counts
-    return tiles
+    fields = (
+        source.address + row * row_bytes + np.where(wraps, 0, begin * vector_bytes),
+        target.address + starts * chunk.span * target.itemsize,
+        np.where(wraps, columns, _MAX_COLUMNS),
+        # The kernel counts the stride in elements of its own dtype.
+        np.full(len(starts), row_bytes * chunk.kind.width // vector_bytes),
+        np.where(wraps, begin, 0),
+        counts,
+    )
+    return np.stack(fields, axis=1)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from weight_sync.device.fused import BatchCopy
 from weight_sync.errors import PlanMismatch
 from weight_sync.transports.base import PIECE_BYTES
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from weight_sync.device.base import Backend
-    from weight_sync.device.fused import BatchCopy
     from weight_sync.plan.types import PackPlan
 
 
@@ -98,7 +98,7 @@ class Packer:
         addresses = tuple(tensors[name].data_ptr() for name in self._params)
         if addresses != self._addresses:
             self._copies = tuple(
-                self._backend.copy_batch(self._pairs(each, tensors)) for each in range(self._num_slots)
+                BatchCopy(self._backend, self._pairs(each, tensors)) for each in range(self._num_slots)
             )
             self._addresses = addresses
         return self._copies[slot]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from weight_sync.channel import ControlServer
+from weight_sync.device.fused import BatchDigest
 from weight_sync.errors import LeaseExpired, PlanMismatch, PullTimeout, VersionUnavailable, WeightSyncError
 from weight_sync.messages import (
     Dropped,
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from weight_sync.device.base import Backend
-    from weight_sync.device.fused import BatchDigest
     from weight_sync.plan.types import PackPlan, ParamMeta, ShardBox
 
 
@@ -108,7 +108,7 @@ class Sealer:
         if self._ranges:
             slots = [end.slot(index) for index in range(num_slots)]
             self._digests = tuple(
-                backend.digest_batch([slot[start : start + size] for start, size in self._ranges]) for slot in slots
+                BatchDigest(backend, [slot[start : start + size] for start, size in self._ranges]) for slot in slots
             )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-seal")
 

@@ -22,6 +22,7 @@ import torch
 import zmq
 
 from weight_sync.channel import ControlClient
+from weight_sync.device.fused import BatchCopy, BatchDigest
 from weight_sync.errors import (
     DigestMismatch,
     LeaseExpired,
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from weight_sync.device.base import Backend
-    from weight_sync.device.fused import BatchCopy, BatchDigest
     from weight_sync.messages import LinkRequest, OpenReceiver, PublisherInfo, RelayHandle, Request
     from weight_sync.plan.types import ParamMeta, PullPlan
 
@@ -295,7 +295,7 @@ class ReceiverEpoch:
             )
             self._arrived = self._digests_of(landing.arrivals) if request.verify else {}
             self._residence = Residence(host.model, landing.written)
-            self._copy: BatchCopy = host.backend.copy_batch(landing.moves)
+            self._copy: BatchCopy = BatchCopy(host.backend, landing.moves)
             undo.pop_all()
 
     @property
@@ -560,5 +560,5 @@ class ReceiverEpoch:
 
     def _digests_of(self, views: Sequence[torch.Tensor]) -> dict[int, BatchDigest]:
         """Source rank -> digest of its runs, given every run's bytes."""
-        digest_batch = self._host.backend.digest_batch
-        return {rank: digest_batch([views[i] for i in source.runs]) for rank, source in self._sources.items()}
+        backend = self._host.backend
+        return {rank: BatchDigest(backend, [views[i] for i in source.runs]) for rank, source in self._sources.items()}

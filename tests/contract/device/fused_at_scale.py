@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weight_sync.device.digest import digest_bytes
+from weight_sync.device.fused import BatchCopy, BatchDigest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from weight_sync.device.base import Backend
-    from weight_sync.device.fused import BatchCopy
 
 GIB = 1 << 30
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,8 +57,8 @@ def ragged_views(data: torch.Tensor) -> list[torch.Tensor]:
 def wrong_digests(backend: Backend, nbytes: int) -> dict[str, int]:
     block = random_block(backend, nbytes)
     views = ragged_views(block.tensor)
-    digest = backend.digest_batch(views)
-    assert digest._fused is not None, "the kernels are not used"
+    digest = BatchDigest(backend, views)
+    assert digest._kernels is not None, "the kernels are not used"
     found = digest()
     wrong = sum(got != digest_bytes(view) for got, view in zip(found, views, strict=True))
     block.tensor[nbytes // 2] ^= 1
@@ -82,7 +82,7 @@ def _wrong_casts(backend: Backend, source: torch.dtype, target: torch.dtype) -> 
     chunk = min(num_patterns, 1 << 28)
     values = torch.empty(chunk, dtype=source, device=backend.torch_device)
     result = torch.empty(chunk, dtype=target, device=backend.torch_device)
-    copy = backend.copy_batch([(result, values)])
+    copy = BatchCopy(backend, [(result, values)])
     assert (len(copy._launches), len(copy._through_torch[0])) == (1, 0), "the kernels are not used"
     wrong = 0
     for first in range(-num_patterns // 2, num_patterns // 2, chunk):
@@ -103,7 +103,7 @@ def wrong_boxes(backend: Backend, nbytes: int) -> dict[str, int]:
             values.view(-1, 64, 64)[:, 1:9, 3:44],
         ]  # fmt: skip
         pairs = [(torch.empty(box.shape, dtype=target, device=box.device), box) for box in boxes]
-        copy = backend.copy_batch(pairs)
+        copy = BatchCopy(backend, pairs)
         assert len(copy._through_torch[0]) == 1
         stream = backend.new_stream()
         backend.synchronize()
@@ -124,7 +124,7 @@ def digest_rate(backend: Backend) -> dict[str, float]:
     sizes = [2 * rows * columns for rows, columns in model_shapes()]
     block = random_block(backend, sum(sizes))
     ends = list(itertools.accumulate(sizes))
-    digest = backend.digest_batch([block.tensor[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+    digest = BatchDigest(backend, [block.tensor[end - size : end] for size, end in zip(sizes, ends, strict=True)])
     seconds = _best_s(backend, digest)
     block.close()
     return {"ms": seconds * 1e3, "GB/s": sum(sizes) / seconds / 1e9, "views": len(sizes)}
@@ -146,7 +146,7 @@ def pack_rate(backend: Backend) -> dict[str, float]:
     seconds, copy = _move_s(backend, pairs)
     is_right = all(torch.equal(target, source.to(torch.bfloat16)) for target, source in pairs)
     block.close()
-    rate = 3 * copy.nbytes / seconds / 1e9
+    rate = 3 * sum(target.nbytes for target, _ in pairs) / seconds / 1e9
     return {"ms": seconds * 1e3, "GB/s": rate, "launches": len(copy._launches), "right": float(is_right)}
 
 
@@ -163,12 +163,12 @@ def commit_rate(backend: Backend) -> dict[str, float]:
     seconds, copy = _move_s(backend, pairs)
     is_right = all(torch.equal(target, source) for target, source in pairs)
     block.close()
-    rate = 2 * copy.nbytes / seconds / 1e9
+    rate = 2 * sum(target.nbytes for target, _ in pairs) / seconds / 1e9
     return {"ms": seconds * 1e3, "GB/s": rate, "launches": len(copy._launches), "right": float(is_right)}
 
 
 def _move_s(backend: Backend, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, BatchCopy]:
-    copy = backend.copy_batch(pairs)
+    copy = BatchCopy(backend, pairs)
     assert copy._launches, "the kernels are not used"
     stream = backend.new_stream()
     backend.synchronize()

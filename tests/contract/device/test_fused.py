@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from weight_sync.device import DeviceError
+from weight_sync.device import DeviceError, fused
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.device.digest import BLOCK_BYTES, digest_bytes
-from weight_sync.device.fused import BatchCopy, FusedKernels
+from weight_sync.device.fused import BatchCopy, BatchDigest, FusedKernels, kernels_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ def test_a_batch_digest_answers_for_all_views_in_order_as_they_are_now(every: Ha
     block = every.backend.alloc_persistent(3 * BLOCK_BYTES)
     block.tensor.copy_(data_of(3 * BLOCK_BYTES))
     views = [block.tensor[start : start + size] for start, size in ((7, 99), (0, 0), (1, 2 * BLOCK_BYTES), (8, 64))]
-    digest = every.backend.digest_batch(views)
+    digest = BatchDigest(every.backend, views)
     assert digest() == tuple(digest_bytes(view) for view in views)
     block.tensor[8] ^= 1
     every.backend.synchronize()
@@ -54,8 +54,7 @@ def test_a_batch_copy_copies_and_casts_every_pair(every: Harness) -> None:
         (same[:, :0], masters[:, :0]),
     ]
     pairs = [pair for pair in pairs if pair[0].is_contiguous()]
-    copy = every.backend.copy_batch(pairs)
-    assert copy.nbytes == 1800
+    copy = BatchCopy(every.backend, pairs)
     for factor in (1.0, -3.0):
         masters.mul_(factor)
         stream = every.backend.new_stream()
@@ -67,19 +66,17 @@ def test_a_batch_copy_copies_and_casts_every_pair(every: Harness) -> None:
 
 
 def test_no_views_and_no_pairs_are_no_trouble(every: Harness) -> None:
-    assert every.backend.digest_batch([])() == ()
-    copy = every.backend.copy_batch([])
-    copy()
-    assert copy.nbytes == 0
+    assert BatchDigest(every.backend, [])() == ()
+    BatchCopy(every.backend, [])()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda b: b.digest_batch([torch.zeros(4, dtype=torch.uint8), torch.zeros(4)]), "number 1 with torch.float32"),
-        (lambda b: b.digest_batch([torch.zeros(4, 4, dtype=torch.uint8)[:, :2]]), "contiguous uint8 views"),
-        (lambda b: b.copy_batch([(torch.zeros(4), torch.zeros(5))]), r"number 0 with destination \(4,\)"),
-        (lambda b: b.copy_batch([(torch.zeros(4, 4)[:, :2], torch.zeros(4, 2))]), "contiguous destinations"),
+        (lambda b: BatchDigest(b, [torch.zeros(4, dtype=torch.uint8), torch.zeros(4)]), "number 1 with torch.float32"),
+        (lambda b: BatchDigest(b, [torch.zeros(4, 4, dtype=torch.uint8)[:, :2]]), "contiguous uint8 views"),
+        (lambda b: BatchCopy(b, [(torch.zeros(4), torch.zeros(5))]), r"number 0 with destination \(4,\)"),
+        (lambda b: BatchCopy(b, [(torch.zeros(4, 4)[:, :2], torch.zeros(4, 2))]), "contiguous destinations"),
     ],
     ids=["views that are no bytes", "scattered views", "pairs of other shapes", "scattered destinations"],
 )
@@ -93,10 +90,11 @@ def test_kernels_that_cannot_be_had_are_reported_once_and_torch_does_the_work(
 ) -> None:
     backend = accelerator.backend
     tensors: list[Any] = [SimpleNamespace(device=torch.device("cuda", 0))]
+    monkeypatch.setattr(fused, "_opened", {})
     monkeypatch.setattr(FusedKernels, "open", lambda backend, device: "there is no Triton here")
-    with caplog.at_level(logging.INFO, logger="weight_sync.device.accelerator"):
-        assert backend._kernels_for(tensors) is None
-        assert backend._kernels_for(tensors) is None
+    with caplog.at_level(logging.INFO, logger="weight_sync.device.fused"):
+        assert kernels_for(backend, tensors) is None
+        assert kernels_for(backend, tensors) is None
     reasons = [record.getMessage() for record in caplog.records]
     assert len(reasons) == 1
     assert "torch is used: " in reasons[0]
@@ -108,7 +106,7 @@ class FewKernels(FusedKernels):
 
     cast: Callable[[], None]
 
-    def _try_move(self, kind: MoveKind) -> bool:
+    def _moves_as_torch(self, kind: MoveKind) -> bool:
         if kind.source == kind.target:
             return True
         self.cast()
@@ -120,7 +118,7 @@ def out_of_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cast", "reason"), [(out_of_order, r"does not compile or run on cpu \(RuntimeError: PTX"), (bool, "other results")]
+    ("cast", "reason"), [(out_of_order, r"does not compile or run \(RuntimeError: PTX"), (bool, "other results")]
 )
 def test_a_cast_that_no_kernel_can_do_is_done_by_torch_and_the_log_says_why_once(
     cast: Callable[[], None], reason: str, caplog: pytest.LogCaptureFixture
@@ -135,7 +133,7 @@ def test_a_cast_that_no_kernel_can_do_is_done_by_torch_and_the_log_says_why_once
         copy()
     assert torch.equal(target[1], source.to(torch.bfloat16))
     (line,) = [record.getMessage() for record in caplog.records]
-    assert re.search(rf"cpu: torch is used for float32 to bfloat16 .*: the kernel .*{reason}", line)
+    assert re.search(rf"cpu: torch is used for .*'float32', target='bfloat16'.* on cpu: the kernel .*{reason}", line)
 
 
 def test_a_missing_triton_is_a_reason_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,13 +158,13 @@ def test_blocks_folded_by_the_table_give_the_digest(sizes: list[int], rows: int)
     starts = np.cumsum([0, *sizes])[: len(sizes)].tolist()
     views = [data[start : start + size] for start, size in zip(starts, sizes, strict=True)]
     table = digest_table([(view.data_ptr(), view.numel()) for view in views], rows=rows)
-    assert len(table.whole.slots) % rows == 0
-    assert (table.whole.addresses % ALIGNMENT == 0).all()
+    assert table.whole.shape[1] % rows == 0
+    assert (table.whole[0] % ALIGNMENT == 0).all()
 
     mixed = np.zeros(table.num_blocks, np.uint64)
     weights = weights_on("cpu").numpy()
     for blocks in (table.whole, table.other):
-        for address, size, salt, slot in zip(*(column.tolist() for column in blocks), strict=True):
+        for address, size, salt, slot in blocks.T.tolist():
             words = np.zeros(BLOCK_BYTES // 8, np.int64)
             start = address - data.data_ptr()
             words.view(np.uint8)[:size] = data[start : start + size].numpy()

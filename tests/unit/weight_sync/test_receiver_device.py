@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 DEVICE = torch.device("cpu", 3)
-DEVICE_CALLS = ("alloc_persistent", "ipc_open", "ipc_export", "new_stream", "copy_async", "synchronize", "digest_batch",
-                "digest", "copy_batch", "memory_info")  # fmt: skip
+DEVICE_CALLS = ("alloc_persistent", "ipc_open", "ipc_export", "new_stream", "copy_async", "synchronize", "enter",
+                "digest", "memory_info")  # fmt: skip
 
 
 class RecordingBackend(CpuBackend):
