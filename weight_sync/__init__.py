@@ -16,31 +16,33 @@ The driver reaches the other two by a `PublisherHandle` per rank and a `ReplicaH
 bytes. `weight_sync/example.py` is a whole program.
 """
 
-# ruff: noqa: F401 - the imports below are for those who check types; `__all__` is their table
+# ruff: noqa: F401 - the imports are for those who check types, and of the errors
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from weight_sync import errors
+from weight_sync.errors import (
+    DeviceError,
+    DigestMismatch,
+    LeaseExpired,
+    PlanMismatch,
+    PublisherLost,
+    PullTimeout,
+    RelayStalled,
+    ReplicaDirty,
+    StaleEpoch,
+    TransportUnusable,
+    VersionUnavailable,
+    WeightSyncError,
+)
 
 if TYPE_CHECKING:
     from weight_sync.control.coordinator import SyncCoordinator
     from weight_sync.control.epoch import SyncOptions
     from weight_sync.control.members import PublisherHandle, ReplicaHandle
     from weight_sync.device.select import get_backend
-    from weight_sync.errors import (
-        DeviceError,
-        DigestMismatch,
-        LeaseExpired,
-        PlanMismatch,
-        PublisherLost,
-        PullTimeout,
-        RelayStalled,
-        ReplicaDirty,
-        StaleEpoch,
-        TransportUnusable,
-        VersionUnavailable,
-        WeightSyncError,
-    )
     from weight_sync.messages import CommitResult, SyncReport, reply_state
     from weight_sync.publish.publisher import WeightPublisher
     from weight_sync.publish.shards import local_shards
@@ -48,25 +50,16 @@ if TYPE_CHECKING:
     from weight_sync.vllm.compat import EXTENSION, UnsupportedVllm
     from weight_sync.vllm.replica import AsyncLLMReplica
 
-_HOMES = {
-    "control.coordinator": ("SyncCoordinator",),
-    "control.epoch": ("SyncOptions",),
-    "control.members": ("PublisherHandle", "ReplicaHandle"),
-    "device.select": ("get_backend",),
-    "errors": (
-        "DeviceError", "DigestMismatch", "LeaseExpired", "PlanMismatch", "PublisherLost", "PullTimeout", "RelayStalled",
-        "ReplicaDirty", "StaleEpoch", "TransportUnusable", "VersionUnavailable", "WeightSyncError",
-    ),
-    "messages": ("CommitResult", "SyncReport", "reply_state"),
-    "publish.publisher": ("WeightPublisher",),
-    "publish.shards": ("local_shards",),
-    "receive.receiver": ("WeightReceiver", "WorkerService"),
-    "vllm.compat": ("EXTENSION", "UnsupportedVllm"),
-    "vllm.replica": ("AsyncLLMReplica",),
+_HOME_OF = {
+    "SyncCoordinator": "control.coordinator", "SyncOptions": "control.epoch", "PublisherHandle": "control.members",
+    "ReplicaHandle": "control.members", "get_backend": "device.select", "CommitResult": "messages",
+    "SyncReport": "messages", "reply_state": "messages", "WeightPublisher": "publish.publisher",
+    "local_shards": "publish.shards", "WeightReceiver": "receive.receiver", "WorkerService": "receive.receiver",
+    "EXTENSION": "vllm.compat", "UnsupportedVllm": "vllm.compat", "AsyncLLMReplica": "vllm.replica",
 }  # fmt: skip
-"""Module of this package -> the public names that live there."""
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = list(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll] - for type checkers the imports above count
+"""Public name -> the module of this package that is imported when it is used."""
+_ERRORS = [name for name, kind in vars(errors).items() if isinstance(kind, type)]
+__all__ = [*_HOME_OF, *_ERRORS]  # pyright: ignore[reportUnsupportedDunderAll] - for type checkers the imports count
 
 
 def __getattr__(name: str) -> object:
