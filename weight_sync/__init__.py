@@ -56,10 +56,10 @@ _HOME_OF = {
     "SyncReport": "messages", "reply_state": "messages", "WeightPublisher": "publish.publisher",
     "local_shards": "publish.shards", "WeightReceiver": "receive.receiver", "WorkerService": "receive.receiver",
     "EXTENSION": "vllm.compat", "UnsupportedVllm": "vllm.compat", "AsyncLLMReplica": "vllm.replica",
+    **{name: "errors" for name, kind in vars(errors).items() if isinstance(kind, type)},
 }  # fmt: skip
 """Public name -> the module of this package that is imported when it is used."""
-_ERRORS = [name for name, kind in vars(errors).items() if isinstance(kind, type)]
-__all__ = [*_HOME_OF, *_ERRORS]  # pyright: ignore[reportUnsupportedDunderAll] - for type checkers the imports count
+__all__ = list(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll] - for type checkers the imports above count
 
 
 def __getattr__(name: str) -> object:
