@@ -184,6 +184,9 @@ def memory(name: str) -> Outcome:
     return Outcome("ok", lines)
 
 
+PIN_S = 20.0
+
+
 def pinned(name: str) -> Outcome:
     """Shared host memory that the driver registers, copied to and from the device."""
     from weight_sync.device.cpu import CpuBackend
@@ -200,8 +203,10 @@ def pinned(name: str) -> Outcome:
         stack.callback(host.close)
         host.tensor.copy_(pattern)
         rates = []
-        for pin in (lambda _: None, backend.pin):
-            pin(host)
+        for is_pinned in (False, True):
+            pinning = backend.pin(host, [(0, NBYTES)]) if is_pinned else None
+            if pinning is not None and not pinning.wait(PIN_S):
+                raise Wrong(f"the driver did not register {NBYTES} bytes of host memory; the log says why")
             started = time.monotonic()
             backend.copy_async(on_device.tensor, host.tensor)
             backend.synchronize()

@@ -23,15 +23,15 @@ from weight_sync.device.base import (
     require_size,
 )
 from weight_sync.device.collectives import nccl_group
-from weight_sync.device.cpu import SharedBlock
 from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError, OutOfDeviceMemory
 from weight_sync.device.environment import EnvVar, is_true, missing_variables
+from weight_sync.device.pinning import Pinning
 from weight_sync.device.process import describe_self, is_self, require_alive
 from weight_sync.device.torch_binding import CudaBinding, TorchBinding
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -124,9 +124,6 @@ class AcceleratorBackend(Backend):
         self.refused: deque[DriverBlock] = deque()
         """Closed, but the driver did not take them back (another process mapped them still, say): tried again before
         the next block, because nobody else holds them any longer."""
-        self._pinned: dict[int, torch.Tensor] = {}
-        """By address: host memory that the driver has registered, which therefore must stay mapped."""
-        self._has_refused_to_pin = False
 
     @abstractmethod
     def _make_binding(self) -> TorchBinding: ...
@@ -284,30 +281,11 @@ class AcceleratorBackend(Backend):
             with suppress(DeviceError, RuntimeError, IndexError):  # those that are refused again are there again
                 self.refused.popleft().close()
 
-    def pin(self, block: PersistentBlock) -> None:
-        assert isinstance(block, SharedBlock)
-        address = block.tensor.data_ptr()
-        try:
-            self.enter()
-            self._driver.host_register(address, block.nbytes)
-        except (DeviceError, RuntimeError) as error:
-            log.log(
-                logging.DEBUG if self._has_refused_to_pin else logging.WARNING,
-                "%s: shared host memory cannot be pinned, so copies of it are slower: %s", self.name, error,
-            )  # fmt: skip
-            self._has_refused_to_pin = True
-        else:
-            self._pinned[address] = block.tensor
-            block.release_first(partial(self._unpin, address))
-
-    def _unpin(self, address: int) -> None:
-        try:
-            self.enter()
-            self._driver.host_unregister(address)
-        except (DeviceError, RuntimeError) as error:
-            log.warning("%s: shared host memory stays mapped until this process ends: %s", self.name, error)
-        else:
-            del self._pinned[address]
+    def pin(self, block: PersistentBlock, pieces: Sequence[tuple[int, int]]) -> Pinning:
+        index = self.enter()
+        pinning = Pinning(self._driver, block.tensor, pieces, device_index=index, name=self.name)
+        block.release_first(pinning.undo)
+        return pinning
 
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:
         """By the copy engine, on `stream` or torch's current one. The caller keeps both tensors until it is done.

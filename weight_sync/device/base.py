@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from weight_sync.device.collectives import PairGroup
     from weight_sync.device.environment import EnvVar
+    from weight_sync.device.pinning import Pinning
 
 Role = Literal["driver", "learner", "engine"]
 """Which kind of process an environment is meant for."""
@@ -187,14 +188,14 @@ class Backend(ABC):
             DeviceError: the exporter is gone, the handle is foreign, or the driver refused.
         """
 
-    def pin(self, block: PersistentBlock) -> None:
-        """Let copies between this device and a block of host memory go by the device alone, until the block closes.
+    def pin(self, block: PersistentBlock, pieces: Sequence[tuple[int, int]]) -> Pinning | None:
+        """Begin to make copies between this device and shared host memory fast. It ends when the block is closed.
 
-        The block comes from the cpu backend. Whoever closes it has waited for its copies. Where the device cannot do
-        this, or its driver refuses (the log says so once), copies go through a buffer of the driver's, several times
-        slower.
+        Args:
+            block: of the cpu backend. Whoever closes it has waited for all copies.
+            pieces: (offset, bytes); each begins a page. No copy may cross the border of one.
         """
-        return
+        return None
 
     @abstractmethod
     def copy_async(self, dst: torch.Tensor, src: torch.Tensor, stream: Any | None = None) -> None:

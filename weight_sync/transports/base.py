@@ -81,6 +81,11 @@ def slot_stride(slot_bytes: int) -> int:
     return -(-slot_bytes // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
 
 
+def slot_pieces(stride: int, slot_bytes: int, num_slots: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of every slot."""
+    return [(index * stride, slot_bytes) for index in range(num_slots)]
+
+
 def arena_bytes(slot_bytes: int, num_slots: int) -> int:
     """Of a publisher's block: its slots, and a page with the probe pattern behind them. 0 if it publishes nothing."""
     return slot_stride(slot_bytes) * num_slots + min(PROBE_BYTES, slot_bytes)

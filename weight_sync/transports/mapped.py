@@ -11,7 +11,15 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.transports.base import BATCHES_IN_FLIGHT, QUIET_BATCH_BYTES, ReceiverEnd, batched, ignore, require_slot
+from weight_sync.transports.base import (
+    BATCHES_IN_FLIGHT,
+    QUIET_BATCH_BYTES,
+    ReceiverEnd,
+    batched,
+    ignore,
+    require_slot,
+    slot_pieces,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,7 +62,8 @@ class MappedReceiverEnd(ReceiverEnd):
                 if arena.handle is not None:
                     self._blocks[rank] = opener.ipc_open(arena.handle)
                     if opener is not copier:
-                        copier.pin(self._blocks[rank])
+                        slots = slot_pieces(arena.slot_stride, arena.slot_bytes, arena.num_slots)
+                        copier.pin(self._blocks[rank], slots)
         except BaseException:
             self.close()
             raise

@@ -174,7 +174,7 @@ class Landing:
         if staged:
             self._blocks.extend(CpuBackend().alloc_persistent(STAGED_BYTES) for _ in range(BATCHES_IN_FLIGHT))
             for block in self._blocks:
-                backend.pin(block)
+                backend.pin(block, [(0, block.nbytes)])
 
     def enter(self) -> contextlib.AbstractContextManager[None]:
         """Library calls of this thread wait for this end's own stream, not for the engine's compute."""

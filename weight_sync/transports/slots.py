@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.messages import ArenaHandle
-from weight_sync.transports.base import PROBE_BYTES, arena_bytes, slot_stride
+from weight_sync.transports.base import PROBE_BYTES, arena_bytes, slot_pieces, slot_stride
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ class HostSlots(Slots):
         host = CpuBackend()
         super().__init__(host, slot_bytes=slot_bytes, num_slots=num_slots)
         if self.block is not None:
-            backend.pin(self.block)
+            backend.pin(self.block, slot_pieces(self.stride, slot_bytes, num_slots))
         self._device = backend
         self._stream: Any | None = backend.new_stream()
         # One staging slot is enough: packing is sequential and sealing empties it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from tests.fakes.drivers.build import make_backend
 from tests.fakes.drivers.peer import pattern
-from weight_sync.device import DeviceError
+from weight_sync.device import DeviceError, pinning
 from weight_sync.device.driver import _BounceBuffers
 from weight_sync.errors import TransportUnusable
 from weight_sync.messages import ArenaHandle
@@ -85,29 +86,61 @@ def test_a_mapping_that_cannot_be_closed_keeps_no_other_open(accelerator: Harnes
     assert accelerator.counter("closes") == 3
 
 
+def wait_for_pinning() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "weight-sync-pin":
+            thread.join(10)
+
+
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_host_memory_is_pinned_on_both_sides_and_arrives_just_the_same_where_the_driver_refuses(
-    accelerator: Harness, caplog: pytest.LogCaptureFixture, is_refused: bool
+    accelerator: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_refused: bool
 ) -> None:
+    monkeypatch.setattr(pinning, "_refused_by", set())
     if is_refused:
         accelerator.fail("HostRegister", "aclrtHostRegisterV2", 801, times=2)
     backend = accelerator.backend
     slots = HostSlots(backend, slot_bytes=10 * KIB, num_slots=2)
     end = open_mapped("shm", backend, {0: slots.handle("shm", exported=True)})
+    wait_for_pinning()
     target = backend.alloc_persistent(10 * KIB)
     for slot in (1, 0):
         slots.packable(slot).copy_(pattern(10 * KIB, slot))
         slots.seal(slot)
         end.pull(0, slot, [Piece(0, target.tensor)], check=lambda: None)
         assert torch.equal(target.tensor, pattern(10 * KIB, slot))
-    assert accelerator.counters("registered", "unmapped_registered") == (0 if is_refused else 2, 0)
+    assert accelerator.counters("registered", "unmapped_registered") == (0 if is_refused else 4, 0)
     if not is_refused or accelerator.name == "npu":
         assert accelerator.counter("pinned_copies") == accelerator.counter("copies")
     end.close()
     slots.close()
     assert accelerator.counters("registered", "unmapped_registered") == (0, 0)
-    assert accelerator.counters("registers", "unregisters") == ((0, 0) if is_refused else (2, 2))
+    assert accelerator.counters("registers", "unregisters") == ((0, 0) if is_refused else (4, 4))
     assert len([record for record in caplog.records if "failed with 801" in record.message]) == is_refused
+
+
+def test_memory_that_is_closed_while_it_is_pinned_is_let_go_of_first(
+    accelerator: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinning takes seconds for a large model, and closes wait for one piece of it, not for all."""
+    backend: Any = accelerator.backend
+    register, first, go_on = backend._driver.host_register, threading.Event(), threading.Event()
+
+    def slowly(pointer: int, nbytes: int) -> None:
+        register(pointer, nbytes)
+        first.set()
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(backend._driver, "host_register", slowly)
+    slots = HostSlots(backend, slot_bytes=KIB, num_slots=2)
+    assert first.wait(10)
+    closing = threading.Thread(target=slots.close)
+    closing.start()
+    closing.join(0.1)
+    assert accelerator.counters("unregisters", "unmapped_registered") == (0, 0)
+    go_on.set()
+    closing.join(10)
+    assert accelerator.counters("registers", "unregisters", "unmapped_registered") == (1, 1, 0)
 
 
 def test_memory_that_is_not_pinned_goes_to_an_npu_and_back_by_way_of_pinned_memory(
@@ -140,6 +173,7 @@ def test_host_memory_that_the_driver_does_not_let_go_of_stays_mapped(
     accelerator: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     slots = HostSlots(accelerator.backend, slot_bytes=KIB, num_slots=1)
+    wait_for_pinning()
     accelerator.fail("HostUnregister", "aclrtHostUnregister", 999)
     slots.close()
     del slots
@@ -186,6 +220,7 @@ def test_what_came_through_host_memory_and_was_refused_half_way_is_waited_for(
     accelerator: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     landing = Landing(accelerator.backend, staged=True)
+    wait_for_pinning()
     assert accelerator.counter("registered") == 2
     batch = [Message(0, torch.zeros(8, dtype=torch.uint8)), Message(8, torch.zeros(8, dtype=torch.uint8))]
     targets = landing.targets(batch)
