@@ -58,7 +58,7 @@ class Learner:
         publisher = WeightPublisher(get_backend("cpu"), rank=self.rank)
         params, shards, tensors = local_shards(model, rollout_dtype="bfloat16")
         self._calls = {
-            "ws_describe": lambda: publisher.describe(params, shards),
+            "ws_describe": lambda: publisher.describe(params, shards, tensors),
             "ws_open": publisher.open,
             "ws_publish": lambda version, deadline_s: publisher.publish(version, tensors, deadline_s=deadline_s),
             "ws_digests": lambda version, deadline_s: publisher.digests(version, deadline_s=deadline_s),

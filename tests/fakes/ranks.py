@@ -68,7 +68,7 @@ def tiny_rank(rank: int, num_ranks: int, store: Path) -> Any:
             return {name: p.full_tensor().detach().to(torch.bfloat16) for name, p in model.named_parameters()}
 
         def ws_describe(self) -> bytes:
-            return self.publisher.describe(self.params, self.shards)
+            return self.publisher.describe(self.params, self.shards, self.tensors)
 
         def ws_publish(self, version: int, deadline_s: float) -> bytes:
             return self.publisher.publish(version, self.tensors, deadline_s=deadline_s)
@@ -78,6 +78,61 @@ def tiny_rank(rank: int, num_ranks: int, store: Path) -> Any:
             dist.destroy_process_group()
 
     return TinyRank()
+
+
+def toy_rank(rank: int, sharding: str, store: Path) -> Any:
+    """The model of `sync_world` over 2 x 2 ranks: "replicas" x shards, or FSDP x tensor parallelism."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from tests.fakes.sync_world import SHAPES, LocalPublisher, full_weights
+    from weight_sync.publish.shards import local_shards
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    model = torch.nn.Module()
+    for name, shape in SHAPES.items():
+        is_norm = len(shape) == 1
+        layer = torch.nn.RMSNorm(shape) if is_norm else torch.nn.Linear(shape[1], shape[0], bias=False)
+        model.add_module(name.removesuffix(".weight"), layer)
+    if sharding == "replicas":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        columns = {name: ColwiseParallel() for name in "qkv"}
+        parallelize_module(model, mesh["tp"], {**columns, "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+
+    class ToyRank(LocalPublisher):
+        def __init__(self) -> None:
+            super().__init__(rank, 4, {})
+            self.params, self.shards, self.tensors = local_shards(model, rollout_dtype="bfloat16")
+
+        def train(self, seed: int) -> dict[str, torch.Tensor]:
+            """A collective. Fills the model in torch's own way, and gathers it in torch's own way."""
+            full = full_weights(seed)
+            for name, param in model.named_parameters():
+                assert isinstance(param, DTensor)
+                parts = distribute_tensor(full[name], param.device_mesh, param.placements, src_data_rank=None)
+                param.to_local().detach().copy_(parts.to_local())
+            return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+
+        def disturb(self, name: str) -> None:
+            self.tensors[name][-1] += 1
+
+        def ws_describe(self) -> bytes:
+            return self.publisher.describe(self.params, self.shards, self.tensors)
+
+        def ws_publish(self, version: int, deadline_s: float) -> bytes:
+            return self.publisher.publish(version, self.tensors, deadline_s=deadline_s)
+
+        def close(self) -> None:
+            self.ws_close()
+            dist.destroy_process_group()
+
+    return ToyRank()
 
 
 def lora_rank(rank: int, cfg: RunConfig, num_ranks: int) -> Any:

@@ -32,5 +32,7 @@ def row_shards(params: Sequence[ParamMeta], num_ranks: int) -> list[RankShards]:
 
 def held_by(full: Mapping[str, Any], boxes: Sequence[ShardBox]) -> dict[str, Any]:
     """The boxes of whole tensors or arrays."""
-    return {name: full[name][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-            for name, start, size in boxes}  # fmt: skip
+    return {
+        box.param: full[box.param][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+        for box in boxes
+    }

@@ -85,7 +85,7 @@ class LocalPublisher:
         self.publisher = WeightPublisher(CpuBackend(), rank=rank)
 
     def ws_describe(self) -> bytes:
-        return self.publisher.describe(PARAMS, rows_of(PARAMS, self.rank, self.num_ranks))
+        return self.publisher.describe(PARAMS, rows_of(PARAMS, self.rank, self.num_ranks), {})
 
     def ws_open(self, request: bytes) -> bytes:
         return self.publisher.open(request)

@@ -255,11 +255,10 @@ def _params(saved: Sequence[Saved]) -> tuple[ParamMeta, ...]:
 
 
 def _shards(params: Sequence[ParamMeta], held: Sequence[Held]) -> list[RankShards]:
-    """Of several copies of the same rows, the first serves."""
     shapes = {meta.name: meta.shape for meta in params}
     boxes: dict[int, list[ShardBox]] = {h.rank: [] for h in held}
     for h in held:
-        if h.stop > h.start and not h.replica:
+        if h.stop > h.start:
             shape = shapes.get(h.name, ())
             start, size = (h.start, *(0 for _ in shape[1:])), (h.stop - h.start, *shape[1:])
             boxes[h.rank].append(ShardBox(h.name, start, size) if shape else ShardBox(h.name, (), ()))

@@ -55,7 +55,7 @@ class Learner(LocalPublisher):
         return tuple(ParamMeta(name=n, shape=tuple(t.shape), dtype="bfloat16") for n, t in self.full.items())
 
     def ws_describe(self) -> bytes:
-        return self.publisher.describe(self.params(), rows_of(self.params(), 0, 1))
+        return self.publisher.describe(self.params(), rows_of(self.params(), 0, 1), {})
 
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
         # float32 masters, as an optimizer holds them: exact, since the checkpoint is bfloat16.

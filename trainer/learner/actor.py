@@ -156,7 +156,8 @@ class LearnerActor:
         learner = PolicyTrainer(cfg, device=device, backend=self._backend)
         publisher = WeightPublisher(self._backend, rank=self._rank)
         published = PublishedShards(learner.model, rollout_dtype=cfg.model.rollout_dtype)
-        description = publisher.describe(published.params, published.shards)
+        published.refresh()  # so that replicas describe the same values
+        description = publisher.describe(published.params, published.shards, published.tensors)
         self._ready = _LearnerState(learner, publisher, description, published)
         end_stage("model")
         if cfg.learner.compile:  # concurrently with the start of the engines, and not in the first step

@@ -111,7 +111,7 @@ class LearnerHost(_Host):
         self._backend.synchronize()
 
     def ws_describe(self) -> bytes:
-        return self._publisher.describe(self._params, self._shards)
+        return self._publisher.describe(self._params, self._shards, self._tensors)
 
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
         return self._publisher.publish(version, self._tensors, deadline_s=deadline_s)

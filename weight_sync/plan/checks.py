@@ -44,7 +44,9 @@ def input_problems(
 ) -> list[str]:
     """Why these three cannot become a plan; empty if they can."""
     by_name = {meta.name: meta for meta in params}
-    problems = _param_problems(params) + _shard_problems(params, shards)
+    problems = _param_problems(params)
+    if len(by_name) == len(params):
+        problems += _shard_problems(params, shards)
     problems += [f"worker {w} occurs {n} times" for w, n in Counter(x.worker for x in workers).items() if n > 1]
     if not workers:
         problems.append("no engine worker; a plan needs at least one")
@@ -69,7 +71,7 @@ def _shard_problems(params: Sequence[ParamMeta], shards: Sequence[RankShards]) -
     """Every element must be held. Ranks may hold the same box, as replicas, but different boxes must not overlap."""
     problems = [f"rank {r} describes itself {n} times" for r, n in Counter(s.rank for s in shards).items() if n > 1]
     shapes = padded([meta.shape for meta in params], most_dims(params), 1)
-    held = [np.zeros((0, 2 + 2 * shapes.shape[1]), np.int64)]
+    held, digests = [np.zeros((0, 2 + 2 * shapes.shape[1]), np.int64)], [np.zeros(0, np.int64)]
     for shard in shards:
         for i in np.flatnonzero(np.bincount(shard.param, minlength=1) > 1).tolist():
             problems.append(f"rank {shard.rank} lists more than one shard of {params[i].name}; one is allowed")
@@ -80,10 +82,15 @@ def _shard_problems(params: Sequence[ParamMeta], shards: Sequence[RankShards]) -
             problems.append(f"rank {shard.rank} holds {box} of {meta.name}, whose shape is {meta.shape}")
         boxes = np.column_stack([shard.param, shard.start, shard.size, np.full(len(shard.param), shard.rank)])
         held.append(boxes[~outside])
-    boxes = np.concatenate(held)
-    boxes = boxes[np.lexsort(boxes.T[::-1])]
+        digests.append(shard.digest[~outside])
+    boxes, digest = np.concatenate(held), np.concatenate(digests)
+    order = np.lexsort(boxes.T[::-1])
+    boxes, digest = boxes[order], digest[order]
     is_other = np.ones(len(boxes), bool)
     is_other[1:] = (boxes[1:, :-1] != boxes[:-1, :-1]).any(1)
+    for i in np.flatnonzero(~is_other[1:] & (digest[1:] != digest[:-1])).tolist():
+        meta, ranks = params[boxes[i, 0]], sorted(boxes[i : i + 2, -1].tolist())
+        problems.append(f"ranks {ranks[0]} and {ranks[1]} are replicas, but hold different values of {meta.name}")
     return problems + _tiling_problems(params, shapes, boxes[is_other])
 
 

@@ -49,6 +49,7 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     }
 )
 """Bytes per element of the dtypes that can travel, by torch name."""
+NO_DIGESTS: Mapping[str, int] = MappingProxyType({})
 MAX_PLAN_BYTES = 1 << 30
 """Of one party, unpacked; 30B of experts over 64 learner ranks and 8 workers make 20 MB. More is a bug or an attack."""
 
@@ -68,6 +69,8 @@ class ShardBox(NamedTuple):
     param: str
     start: tuple[int, ...]
     size: tuple[int, ...]
+    is_replicated: bool = False
+    """Other ranks hold the same box, and should hold the same values."""
 
 
 class RecordedCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -161,9 +164,11 @@ class RankShards:
     start: np.ndarray
     """int64[N, D], D being the most dimensions of any parameter. Those that a parameter lacks have start 0, size 1."""
     size: np.ndarray
+    digest: np.ndarray
+    """int64[N], of the values of a box that other ranks hold too, else 0."""
 
     def to_table(self) -> Table:
-        return Table.of(np.column_stack([self.param, self.start, self.size]))
+        return Table.of(np.column_stack([self.param, self.start, self.size, self.digest]))
 
     @classmethod
     def from_table(cls, rank: int, params: Sequence[ParamMeta], table: Table) -> RankShards:
@@ -172,18 +177,23 @@ class RankShards:
             PlanMismatch: it is no table of boxes of these parameters.
         """
         values, num_dims = table.values(), most_dims(params)
-        if values.shape[1] != 1 + 2 * num_dims or ((values[:, 0] < 0) | (values[:, 0] >= len(params))).any():
+        if values.shape[1] != 2 + 2 * num_dims or ((values[:, 0] < 0) | (values[:, 0] >= len(params))).any():
             raise PlanMismatch(f"rank {rank} describes {table.num_columns} columns, or boxes of other parameters")
-        return cls(rank, values[:, 0], values[:, 1 : 1 + num_dims], values[:, 1 + num_dims :])
+        return cls(rank, values[:, 0], values[:, 1 : 1 + num_dims], values[:, 1 + num_dims : -1], values[:, -1])
 
     @classmethod
-    def of(cls, rank: int, params: Sequence[ParamMeta], shards: Sequence[ShardBox]) -> RankShards:
+    def of(
+        cls, rank: int, params: Sequence[ParamMeta], shards: Sequence[ShardBox], digests: Mapping[str, int] = NO_DIGESTS
+    ) -> RankShards:
         """
+        Args:
+            digests: parameter -> 64 bits, of the shards that are replicated.
+
         Raises:
             PlanMismatch: a shard of no parameter, or with other dimensions than it.
         """
         index = {meta.name: i for i, meta in enumerate(params)}
-        for name, start, size in shards:
+        for name, start, size, _ in shards:
             if name not in index:
                 raise PlanMismatch(f"rank {rank} holds {name}, which the learner's parameters do not list")
             if not len(start) == len(size) == len(params[index[name]].shape):
@@ -198,6 +208,7 @@ class RankShards:
             np.array([index[shard.param] for shard in held], np.int64),
             padded([shard.start for shard in held], num_dims, 0),
             padded([shard.size for shard in held], num_dims, 1),
+            np.array([digests.get(shard.param, 0) for shard in held], np.uint64).view(np.int64),
         )
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from weight_sync.channel import ControlServer
+from weight_sync.device.digest import digest_bytes
 from weight_sync.device.fused import BatchDigest
 from weight_sync.errors import LeaseExpired, PlanMismatch, PullTimeout, VersionUnavailable, WeightSyncError
 from weight_sync.messages import (
@@ -237,15 +238,19 @@ class WeightPublisher:
         self._clock = clock
         self._epoch: Epoch | None = None
 
-    def describe(self, params: Sequence[ParamMeta], shards: Sequence[ShardBox]) -> bytes:
-        """This rank's part of the learner's layout, as `weight_sync.publish.shards.local_shards` found it."""
+    def describe(
+        self, params: Sequence[ParamMeta], shards: Sequence[ShardBox], tensors: Mapping[str, torch.Tensor]
+    ) -> bytes:
+        """This rank's part of the learner's layout, as `weight_sync.publish.shards.local_shards` found it. Reads the
+        shards that other ranks hold too, since all must have the same values."""
         params = tuple(params)
+        digests = {box.param: digest_bytes(tensors[box.param].contiguous()) for box in shards if box.is_replicated}
         return encode(
             PublisherLayout(
                 rank=self._rank,
                 params=params if self._rank == 0 else (),
                 params_digest=hashlib.sha256(encode(params)).digest(),
-                shards=RankShards.of(self._rank, params, shards).to_table(),
+                shards=RankShards.of(self._rank, params, shards, digests).to_table(),
             )
         )
 

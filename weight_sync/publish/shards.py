@@ -1,19 +1,22 @@
 """What a learner rank holds: its shards as boxes of saved tensors, under the names and shapes of a checkpoint.
 
-Understands plain models and FSDP2 (`fully_shard`) on any mesh whose shard dimension splits rows: 1-D, and replicate x
-shard (HSDP), where replica 0 serves and the others hold empty shards. No collective is called.
+Understands plain models and DTensors whose placements leave a rank one box: FSDP2 (`fully_shard`), also with replicas
+(HSDP) and over tensor parallelism. Every rank lists its box; the planner shares the work among ranks that hold the same
+one. No collective is called.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weight_sync.errors import PlanMismatch
@@ -47,6 +50,11 @@ class SavedTensor:
     row: int | None
     """The one row of the parameter that holds all of it (an expert); None: its rows are those of the parameter."""
 
+    @property
+    def is_whole(self) -> bool:
+        """It is the parameter itself, under its name in the checkpoint."""
+        return self.row is None and self.offset == 0 and self.stride == row_major_strides(self.shape)
+
     def held_rows(self, start: int, stop: int) -> tuple[int, int]:
         """Rows of this tensor that lie in rows `[start, stop)` of the parameter; (0, 0) if none does."""
         if self.row is None:
@@ -59,7 +67,7 @@ class SavedTensor:
         Raises:
             PlanMismatch: this tensor is a part of the parameter, and `local` is not contiguous.
         """
-        if self.row is None and self.offset == 0 and self.stride == row_major_strides(self.shape):
+        if self.is_whole:
             return local
         if not local.is_contiguous():
             raise PlanMismatch(f"{self.param} must be contiguous to be cut into {self.name}, got {local.stride()}")
@@ -222,8 +230,8 @@ def local_shards(
         tensor of every shard.
 
     Raises:
-        PlanMismatch: a placement other than rows over one mesh dimension (lists every such parameter), or a parameter
-            that checkpoints store in a form other than views of its rows.
+        PlanMismatch: placements that leave a rank more than a box (lists every such parameter), or a parameter that
+            checkpoints store in a form other than views of its rows.
     """
     if not isinstance(getattr(torch, rollout_dtype, None), torch.dtype):
         raise PlanMismatch(f"rollout dtype must be the name of a torch dtype such as 'bfloat16', got {rollout_dtype!r}")
@@ -237,20 +245,26 @@ def local_shards(
             parts[name] = _local_part(param, rank)
         except PlanMismatch as error:
             problems.append(f"{name} {tuple(param.shape)}: {error}")
+    for piece in saved:
+        part = parts.get(piece.param)
+        if part is not None and not piece.is_whole and part.size[1:] != tuple(named[piece.param].shape[1:]):
+            problems.append(f"{piece.param} is saved in parts such as {piece.name}, so it can only be sharded by rows")
     if problems:
-        raise PlanMismatch(f"rank {rank} holds parameters that cannot be served by rows: {'; '.join(problems)}")
+        raise PlanMismatch(f"rank {rank} holds parameters that cannot be served: {'; '.join(problems)}")
     metas: list[ParamMeta] = []
     shards: list[ShardBox] = []
     tensors: dict[str, torch.Tensor] = {}
     for piece in saved:
         part = parts[piece.param]
-        start, stop = piece.held_rows(part.row_start, part.row_stop)
         dtype = rollout_dtype if part.tensor.is_floating_point() else str(part.tensor.dtype).removeprefix("torch.")
         metas.append(ParamMeta(name=piece.name, shape=piece.shape, dtype=dtype))
-        if stop > start and prod(piece.shape):
-            first, size = (start, *(0 for _ in piece.shape[1:])), (stop - start, *piece.shape[1:])
-            shards.append(ShardBox(piece.name, first, size) if piece.shape else ShardBox(piece.name, (), ()))
-            tensors[piece.name] = piece.view(part.tensor, start=part.row_start)
+        start, size = part.start, part.size
+        if not piece.is_whole:
+            first, stop = piece.held_rows(start[0], start[0] + size[0])
+            start, size = (first, *(0 for _ in piece.shape[1:])), (stop - first, *piece.shape[1:])
+        if part.is_held and prod(size):
+            shards.append(ShardBox(piece.name, start, size, part.is_replicated))
+            tensors[piece.name] = piece.view(part.tensor, start=part.start[0] if part.start else 0)
     return tuple(metas), tuple(shards), tensors
 
 
@@ -261,40 +275,53 @@ def _reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LocalPart:
-    """What this rank serves of a parameter: rows and the live tensor that holds them."""
+class _LocalPart(NamedTuple):
+    """The box of a parameter that this rank has, and the live tensor that holds it."""
 
-    row_start: int
-    row_stop: int
+    start: tuple[int, ...]
+    size: tuple[int, ...]
     tensor: torch.Tensor
+    is_held: bool = True
+    is_replicated: bool = False
+    """Other ranks hold the same box."""
 
 
 def _local_part(param: torch.Tensor, rank: int) -> _LocalPart:
-    rows = param.shape[0] if param.ndim else 1
+    shape = tuple(param.shape)
     if not isinstance(param, DTensor):
-        return _LocalPart(row_start=0, row_stop=rows if rank == 0 else 0, tensor=param.detach())
-    mesh, placements = param.device_mesh, param.placements
+        return _LocalPart((0,) * len(shape), shape, param.detach(), is_held=rank == 0)
+    mesh, placements, local = param.device_mesh, param.placements, param.to_local().detach()
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return _LocalPart(row_start=0, row_stop=0, tensor=param.to_local().detach())
-    num_shards, index, serves = 1, 0, True
-    for dim, placement in enumerate(placements):
-        # The type is compared, not isinstance: a strided shard (FSDP over tensor parallel) interleaves rows.
-        if type(placement) is Replicate:
-            serves = serves and coordinate[dim] == 0
-        elif type(placement) is Shard and placement.dim == 0 and num_shards == 1:
-            num_shards, index = mesh.size(dim), coordinate[dim]
+        return _LocalPart((0,) * len(shape), shape, local, is_held=False)
+    # The indices that are left in each dimension, in the order of the local tensor.
+    left = [np.arange(length) for length in shape]
+    for index, num_parts, placement in zip(coordinate, mesh.shape, placements, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise PlanMismatch(f"placements {placements}; allowed are Shard and Replicate")
+        indices = left[placement.dim]
+        if isinstance(placement, _StridedShard):
+            factor = int(placement.split_factor)
+            if len(indices) % (num_parts * factor):
+                raise PlanMismatch(
+                    f"placements {placements} on a mesh of shape {tuple(mesh.shape)} split {len(indices)} unevenly; a "
+                    f"length that is sharded twice must be a multiple of {num_parts * factor}"
+                )
+            indices = indices.reshape(factor, num_parts, -1)[:, index].reshape(-1)
         else:
-            raise PlanMismatch(
-                f"placements {placements} on a mesh of shape {tuple(mesh.shape)}; allowed are Shard(0) on one mesh "
-                "dimension and Replicate on the others"
-            )
-    start, stop = chunk_rows(rows, num_shards, index)
-    local = param.to_local().detach()
-    expected = (stop - start, *param.shape[1:]) if param.ndim else ()
-    if tuple(local.shape) != expected:
-        raise PlanMismatch(
-            f"the local shard has shape {tuple(local.shape)}, rows {start}-{stop} should give {expected}"
-        )
-    return _LocalPart(row_start=start, row_stop=stop if serves else start, tensor=local)
+            indices = indices[slice(*chunk_rows(len(indices), num_parts, index))]
+        left[placement.dim] = indices
+    size = tuple(len(indices) for indices in left)
+    if tuple(local.shape) != size:
+        raise PlanMismatch(f"the local shard has shape {tuple(local.shape)}, {placements} should give {size}")
+    if any(len(indices) and indices[-1] - indices[0] != len(indices) - 1 for indices in left):
+        raise PlanMismatch(f"placements {placements} on a mesh of shape {tuple(mesh.shape)} leave more than one box")
+    start = tuple(int(indices[0]) if len(indices) else 0 for indices in left)
+    # Ranks beyond the mesh may have one of their own, with the same boxes (norms, in FSDP over tensor parallelism).
+    is_replicated = mesh.size() < dist.get_world_size() or any(
+        isinstance(placement, Replicate) and num_parts > 1
+        for placement, num_parts in zip(placements, mesh.shape, strict=True)
+    )
+    return _LocalPart(start, size, local, is_replicated=is_replicated)

@@ -127,7 +127,7 @@ def test_reloaded_and_direct_modules_equal_a_fresh_load_and_never_move(commit: C
 
 class _Learner(LocalPublisher):
     def ws_describe(self) -> bytes:
-        return self.publisher.describe(PARAMS, rows_of(PARAMS, self.rank, self.num_ranks))
+        return self.publisher.describe(PARAMS, rows_of(PARAMS, self.rank, self.num_ranks), {})
 
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
         tensors = held_by(self.full, rows_of(PARAMS, self.rank, self.num_ranks))

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoModelForCausalLM,
@@ -32,6 +33,7 @@ from transformers.core_model_loading import Chunk, Concatenate, Interleave, Tran
 
 from tests.fakes.row_shards import held_by, rows_of
 from weight_sync.errors import PlanMismatch
+from weight_sync.plan.types import ShardBox
 from weight_sync.publish.shards import chunk_rows, local_shards
 
 if TYPE_CHECKING:
@@ -125,20 +127,46 @@ def test_local_shards_are_the_rows_that_fsdp_holds(world: int) -> None:
     assert all(torch.equal(torch.cat(parts), full[name]) for name, parts in rebuilt.items())
 
 
-def test_only_the_first_replica_serves() -> None:
+def test_replicas_list_the_same_boxes_and_say_so() -> None:
     full = dict(_model().named_parameters())
-    rows = dict.fromkeys(full, 0)
+    found: list[tuple[ShardBox, ...]] = []
     for rank in range(4):
         with _rank(rank, 4):
-            mesh = _mesh(2, 2)
-            params, shards, tensors = local_shards(_sharded(mesh), rollout_dtype="bfloat16")
+            params, shards, tensors = local_shards(_sharded(_mesh(2, 2)), rollout_dtype="bfloat16")
         assert [p.name for p in params] == list(full)
-        assert [s.param for s in shards] == list(tensors)
-        assert bool(tensors) == (rank < 2)
-        for name, held in held_by(full, shards).items():
-            rows[name] += len(held)
-            assert torch.equal(tensors[name], held)
-    assert rows == {name: p.shape[0] for name, p in full.items()}
+        assert all(torch.equal(tensors[name], held) for name, held in held_by(full, shards).items())
+        assert [box._replace(is_replicated=False) for box in shards] == list(rows_of(params, rank % 2, 2))
+        found.append(shards)
+    assert found[0] == found[2] != found[1] == found[3]
+    assert all(box.is_replicated for shards in found for box in shards)
+
+
+PLACEMENTS: dict[str, tuple[list[Any], tuple[int, ...]]] = {
+    "columns": ([Replicate(), Shard(1)], (7, 6)),
+    "columns, uneven": ([Shard(0), Shard(1)], (5, 7)),
+    "rows of rows": ([Shard(0), Shard(0)], (9, 3)),
+    "FSDP over rows of tensor parallelism": ([_StridedShard(0, split_factor=2), Shard(0)], (8, 3)),
+    "FSDP over columns of tensor parallelism": ([_StridedShard(1, split_factor=2), Shard(1)], (3, 4)),
+    "FSDP by rows, tensor parallelism by columns": ([Shard(0), Shard(1)], (5, 6)),
+    "more ranks than rows": ([Shard(0), Shard(1)], (1, 6)),
+}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_boxes_of_two_dimensions_are_those_that_the_ranks_hold(name: str) -> None:
+    placements, shape = PLACEMENTS[name]
+    whole = torch.arange(torch.Size(shape).numel()).view(shape).float()
+    times = torch.zeros(shape)
+    for rank in range(4):
+        with _rank(rank, 4):
+            # Cut as torch cuts it, not as we compute it.
+            local = distribute_tensor(whole, _mesh(2, 2), placements, src_data_rank=None)
+            model = torch.nn.ParameterDict({"w": torch.nn.Parameter(local)})
+            _, shards, tensors = local_shards(model, rollout_dtype="float32")
+        for box in shards:
+            assert torch.equal(tensors["w"], held_by({"w": whole}, [box])["w"])
+            held_by({"w": times}, [box])["w"].add_(1)
+    assert (times == (2 if Replicate() in placements else 1)).all(), "every element is held equally often"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -172,18 +200,24 @@ def test_gathered_root_is_resharded_before_it_is_described() -> None:
         assert local_shards(model, rollout_dtype="bfloat16")[1] == before
 
 
-@pytest.mark.parametrize("placement", [[Shard(1)], [Shard(0), Shard(0)], [Shard(0), Shard(1)]])
-def test_other_placements_are_refused_with_every_name(placement: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("placements", "rows", "words"),
+    [
+        ([_StridedShard(0, split_factor=2), Shard(0)], 2, "split 6 unevenly; .* must be a multiple of 4"),
+        ([Replicate(), _StridedShard(0, split_factor=3)], 3, "leave more than one box"),
+        ([Replicate(), Partial()], 6, "allowed are Shard and Replicate"),
+    ],
+)
+def test_what_is_no_box_is_refused_with_every_name(placements: list[Any], rows: int, words: str) -> None:
     with _rank(0, 4):
-        mesh = _mesh(4) if len(placement) == 1 else _mesh(2, 2)
-        module = torch.nn.ParameterDict(
-            {
-                "good": torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Replicate()] * mesh.ndim)),
-                "bad": torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, placement)),
-                "worse": torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, placement)),
-            }
+        mesh, local = _mesh(2, 2), torch.ones(rows, 4)
+        bad, worse = (
+            DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size((6, 4)), stride=(4, 1))
+            for _ in range(2)
         )
-        with pytest.raises(PlanMismatch, match=r"bad \(8, 4\): placements .*; worse \(8, 4\): placements") as caught:
+        tensors = {"good": distribute_tensor(torch.ones(8, 4), mesh, [Replicate()] * 2), "bad": bad, "worse": worse}
+        module = torch.nn.ParameterDict({name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()})
+        with pytest.raises(PlanMismatch, match=rf"bad \(6, 4\): .*{words}.*; worse \(6, 4\): ") as caught:
             local_shards(module, rollout_dtype="bfloat16")
         assert "good" not in str(caught.value)
 
@@ -303,7 +337,7 @@ def test_parameter_saved_transposed_inside_its_rows_is_a_strided_view() -> None:
         params, shards, tensors = local_shards(_sharded(_mesh(2), model), rollout_dtype="bfloat16")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     assert {p.name: p.shape for p in params}[name] == (5, 24, 12)
-    assert [s for s in shards if s.param == name] == [(name, (3, 0, 0), (2, 24, 12))]
+    assert [s for s in shards if s.param == name] == [ShardBox(name, (3, 0, 0), (2, 24, 12))]
     assert torch.equal(tensors[name], whole[3:].transpose(1, 2))
 
 
@@ -335,6 +369,6 @@ def test_persistent_buffers_are_served_by_rank_zero_and_others_not_at_all() -> N
     for rank in range(2):
         with _rank(rank, 2):
             params, shards, tensors = local_shards(model, rollout_dtype="bfloat16")
-        assert [s for s in shards if s.param == name] == ([(name, (0,), (4,))] if rank == 0 else [])
+        assert [s for s in shards if s.param == name] == ([ShardBox(name, (0,), (4,))] if rank == 0 else [])
         assert (name in tensors) == (rank == 0)
         assert not any("inv_freq" in p.name for p in params)

@@ -174,7 +174,7 @@ def test_a_tree_is_described_like_a_model_of_these_names() -> None:
     state = adapter()
     params, shards, tensors = local_shards(TensorTree(state), rollout_dtype="bfloat16")
     assert [(p.name, p.shape, p.dtype) for p in params] == [(n, tuple(t.shape), "bfloat16") for n, t in state.items()]
-    assert [tuple(shard) for shard in shards] == [(n, (0, 0), tuple(t.shape)) for n, t in state.items()]
+    assert [(s.param, s.start, s.size) for s in shards] == [(n, (0, 0), tuple(t.shape)) for n, t in state.items()]
     assert all(tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in state.items())
 
 

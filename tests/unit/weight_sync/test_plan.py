@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from itertools import pairwise
+from collections import Counter
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.row_shards import row_shards
+from tests.fakes.row_shards import row_shards, rows_of
 from tests.fakes.toy_transformer import (
     ToySpec,
     expected_params,
@@ -70,19 +71,22 @@ def _specs(draw: st.DrawFn) -> ToySpec:
 
 @st.composite
 def _shards(draw: st.DrawFn, params: tuple[ParamMeta, ...]) -> list[RankShards]:
-    """torch.chunk shards, or arbitrary cuts that give ranks their rows in any order and some of them nothing."""
+    """torch.chunk shards, perhaps with replicas; or grids cut anywhere in all dimensions, whose cells ranks hold in any
+    order, some of them twice and some of the ranks none."""
     num_ranks = draw(st.integers(1, 5))
     if draw(st.booleans()):
-        return row_shards(params, num_ranks)
-    boxes: dict[int, list[ShardBox]] = {rank: [] for rank in range(num_ranks)}
+        replicas = draw(st.integers(1, 3))
+        return [RankShards.of(rank, params, rows_of(params, rank % num_ranks, num_ranks))
+                for rank in range(num_ranks * replicas)]  # fmt: skip
+    boxes: dict[int, list[ShardBox]] = {}
     for meta in params:
-        inner = draw(st.lists(st.integers(0, meta.shape[0]), min_size=num_ranks - 1, max_size=num_ranks - 1))
-        cuts = [0, *sorted(inner), meta.shape[0]]
-        ranks = draw(st.permutations(range(num_ranks)))
-        for rank, (start, stop) in zip(ranks, pairwise(cuts), strict=True):
-            box = (start, *(0 for _ in meta.shape[1:])), (stop - start, *meta.shape[1:])
-            boxes[rank].append(ShardBox(meta.name, *box))
-    return [RankShards.of(rank, params, own) for rank, own in boxes.items()]
+        cuts = [[0, *sorted(draw(st.sets(st.integers(0, n), max_size=1)) - {0, n}), n] for n in meta.shape]
+        cells = list(product(*map(pairwise, cuts)))
+        ranks = draw(st.permutations(range(len(cells) + num_ranks)))
+        for rank, cell in zip(ranks, (*cells, *cells[:num_ranks]), strict=False):
+            box = ShardBox(meta.name, tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+            boxes.setdefault(rank, []).append(box)
+    return [RankShards.of(rank, params, boxes.get(rank, [])) for rank in range(max(boxes, default=0) + 2)]
 
 
 @given(data=st.data(), spec=_specs(), seed=st.integers(0, 2**32 - 1))
@@ -200,6 +204,46 @@ def test_rank_without_rows_gets_an_empty_plan() -> None:
     )
     plan = build_plan(epoch=0, params=params, shards=row_shards(params, 5), workers=(layout,))
     assert [(p.rank, p.arena_bytes) for p in plan.pack] == [(0, 64), (1, 64), (2, 0), (3, 0), (4, 0)]
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+def test_replicas_pack_equal_shares_and_each_byte_once(replicas: int) -> None:
+    spec = _changed(layers=6)
+    params, total = spec.params(), sum(prod(meta.shape) * 2 for meta in spec.params())
+    held = [rows_of(params, rank % 2, 2) for rank in range(2 * replicas)]
+    shards = [RankShards.of(rank, params, boxes) for rank, boxes in enumerate(held)]
+    plan = build_plan(epoch=1, params=params, shards=shards, workers=worker_layouts(spec))
+    packed = [sum(item.nbytes for item in pack.items) for pack in plan.pack]
+    row = 2 * max(prod(meta.shape[1:]) for meta in params)
+    assert sum(packed) == total
+    assert all(abs(nbytes - total / (2 * replicas)) <= 2 * row for nbytes in packed), packed
+    torn = Counter(item.param for pack in plan.pack for item in pack.items)
+    whole = Counter(item.param for pack in _plan(spec).pack for item in pack.items)
+    assert sum((torn - whole).values()) <= 2 * (replicas - 1) * spec.tp, "only boxes where shares meet are torn"
+
+
+def test_replicas_that_differ_are_named() -> None:
+    params = _SPEC.params()
+    boxes = rows_of(params, 0, 1)
+    shards = [RankShards.of(rank, params, boxes, {"0.norm.weight": 7 + (rank == 2)}) for rank in range(3)]
+    words = "ranks 1 and 2 are replicas, but hold different values of 0.norm.weight"
+    with pytest.raises(PlanMismatch, match=words) as caught:
+        build_plan(epoch=1, params=params, shards=shards, workers=worker_layouts(_SPEC))
+    assert "1 problem" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "words"),
+    [
+        ([((0, 0), (4, 1)), ((0, 1), (3, 1))], "1 of 8 elements of w are held by no rank"),
+        ([((0, 0), (4, 1)), ((0, 1), (4, 1)), ((3, 0), (1, 2))], "2 elements of w are held in boxes that overlap"),
+    ],
+)
+def test_boxes_that_leave_something_out_or_overlap_are_refused(boxes: list[Any], words: str) -> None:
+    given = _pair()
+    shards = [RankShards.of(rank, given["params"], [ShardBox("w", *box)]) for rank, box in enumerate(boxes)]
+    with pytest.raises(PlanMismatch, match=words):
+        build_plan(epoch=0, **{**given, "shards": shards})
 
 
 def test_scalar_parameter_travels() -> None:
