@@ -70,7 +70,7 @@ class Kind:
         if self.backend == "npu":
             put_hccl_in_place()
         backend = make_backend(self.backend, self.library)
-        backend.set_device(device if self.library is None else 0)
+        backend.set_device(device)
         return backend
 
 
