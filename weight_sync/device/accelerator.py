@@ -26,7 +26,7 @@ from weight_sync.device.collectives import nccl_group
 from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError, OutOfDeviceMemory
 from weight_sync.device.environment import EnvVar, is_true, missing_variables
 from weight_sync.device.pinning import Pinning
-from weight_sync.device.process import describe_self, is_self, require_alive
+from weight_sync.device.process import is_self
 from weight_sync.device.torch_binding import CudaBinding, TorchBinding
 from weight_sync.errors import DeviceError
 
@@ -56,18 +56,17 @@ class DriverBlock(PersistentBlock):
 
     def __init__(
         self,
+        backend: AcceleratorBackend,
         tensor: torch.Tensor,
         release: Callable[[], None],
         *,
         pointer: int,
         device_index: int,
         is_imported: bool,
-        backend: AcceleratorBackend,
     ) -> None:
-        super().__init__(tensor, release)
+        super().__init__(tensor, release, is_imported=is_imported)
         self.pointer = pointer
         self.device_index = device_index
-        self.is_imported = is_imported
         self.exported: bytes | None = None
         """The handle it was exported as."""
         self._backend = backend
@@ -151,9 +150,6 @@ class AcceleratorBackend(Backend):
             return str(error)
         return None
 
-    def is_available(self) -> bool:
-        return self.unavailable_reason() is None
-
     def num_devices(self) -> int:
         return self._driver.device_count()
 
@@ -180,9 +176,6 @@ class AcceleratorBackend(Backend):
     def device_name(self) -> str:
         return self._binding.device_name(self.enter())
 
-    def engine_defaults(self) -> dict[str, Any]:
-        return {}
-
     def set_device(self, index: int) -> torch.device:
         count = self._driver.device_count()
         if not 0 <= index < count:
@@ -199,7 +192,7 @@ class AcceleratorBackend(Backend):
         require_size(nbytes)
         self._close_refused()
         index = self.enter()
-        rounded = -(-nbytes // _GRANULE) * _GRANULE
+        rounded = _whole_granules(nbytes)
         try:
             try:
                 pointer = self._driver.malloc(rounded)
@@ -213,38 +206,18 @@ class AcceleratorBackend(Backend):
                 f"{self.name} device {index}: cannot allocate a persistent block of {nbytes} bytes: {free} of {total} "
                 "bytes are free; lower rollout.gpu_memory_utilization or weight_sync.num_slots, or use more devices"
             ) from error
-        return self._block(pointer, nbytes, index, partial(self._driver.free, pointer), imported=False)
+        return self._block(pointer, nbytes, index, partial(self._driver.free, pointer), is_imported=False)
 
-    def ipc_export(self, block: PersistentBlock) -> IpcHandle:
-        if isinstance(block, torch.Tensor):
-            raise DeviceError(
-                "a torch tensor cannot be exported: torch's caching allocator may serve it from a virtual-memory "
-                "segment (expandable_segments), which the driver has no handle for, or from a segment that other "
-                "tensors share; use alloc_persistent and copy into it"
-            )
-        if not isinstance(block, DriverBlock):
-            raise DeviceError(f"only blocks from alloc_persistent can be exported, got {type(block).__name__}")
-        if block.is_closed or block.is_imported:
-            raise DeviceError("only an open block can be exported, and only by the process that allocated it")
+    def _export(self, block: DriverBlock) -> bytes:
         if block.exported is None:
             self._driver.set_device(block.device_index)
-            rounded = -(-block.nbytes // _GRANULE) * _GRANULE
-            block.exported = self._driver.ipc_export(block.pointer, rounded)
+            block.exported = self._driver.ipc_export(block.pointer, _whole_granules(block.nbytes))
             block.release_first(partial(self._driver.ipc_unexport, block.exported))
-        return IpcHandle(
-            backend=self.name,
-            nbytes=block.nbytes,
-            payload=block.exported,
-            device_index=block.device_index,
-            attributes=describe_self(),
-        )
+        return block.exported
 
-    def ipc_open(self, handle: IpcHandle) -> DriverBlock:
-        if handle.backend != self.name:
-            raise DeviceError(f"a handle of device {handle.backend!r} cannot be opened by {self.name!r}")
+    def _open(self, handle: IpcHandle) -> DriverBlock:
         if is_self(handle.attributes):
             raise DeviceError("a block cannot be opened by the process that exported it; use the block itself")
-        require_alive(handle.attributes)
         self._close_refused()
         index = self.enter()
         try:
@@ -255,10 +228,10 @@ class AcceleratorBackend(Backend):
                 f"(its device {handle.device_index}): {error}; {self._ipc_hint}"
             ) from error
         release = partial(self._driver.ipc_close, pointer, handle.payload)
-        return self._block(pointer, handle.nbytes, index, release, imported=True)
+        return self._block(pointer, handle.nbytes, index, release, is_imported=True)
 
     def _block(
-        self, pointer: int, nbytes: int, index: int, release: Callable[[], None], *, imported: bool
+        self, pointer: int, nbytes: int, index: int, release: Callable[[], None], *, is_imported: bool
     ) -> DriverBlock:
         """The block at `pointer`.
 
@@ -272,9 +245,7 @@ class AcceleratorBackend(Backend):
             raise DeviceError(
                 f"{self.name} device {index}: torch cannot view {nbytes} bytes of the driver's memory: {error}"
             ) from error
-        return DriverBlock(
-            tensor, release, pointer=pointer, device_index=index, is_imported=imported, backend=self
-        )  # fmt: skip
+        return DriverBlock(self, tensor, release, pointer=pointer, device_index=index, is_imported=is_imported)
 
     def _close_refused(self) -> None:
         for _ in range(len(self.refused)):
@@ -384,6 +355,10 @@ _COPY_KINDS = {
     (False, False): CopyKind.DEVICE_TO_DEVICE,
 }
 """By whether the destination and the source are host memory."""
+
+
+def _whole_granules(nbytes: int) -> int:
+    return -(-nbytes // _GRANULE) * _GRANULE
 
 
 def _require_stream(stream: Any) -> AcceleratorStream:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from weight_sync.device.process import describe_self, require_alive
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -55,9 +56,12 @@ class IpcHandle:
 class PersistentBlock:
     """One raw driver allocation, seen as a torch tensor. Never moves; torch's caching allocator does not own it."""
 
-    def __init__(self, tensor: torch.Tensor, release: Callable[[], None]) -> None:
+    device_index = 0
+
+    def __init__(self, tensor: torch.Tensor, release: Callable[[], None], *, is_imported: bool) -> None:
         """`release` frees the memory (owner) or unmaps it (importer)."""
         self.nbytes = tensor.numel()
+        self.is_imported = is_imported
         self._tensor: torch.Tensor | None = tensor
         self._to_release = [release]
 
@@ -120,13 +124,12 @@ class Backend(ABC):
     version_files: tuple[str, ...] = ()
     """Where driver and runtime say their version: patterns of paths below `/`."""
 
-    @abstractmethod
-    def is_available(self) -> bool:
-        """Whether driver and torch support are both present. Never raises."""
-
     def unavailable_reason(self) -> str | None:
-        """What is missing and what to do about it; None if the backend is available. Never raises."""
-        return None if self.is_available() else f"device {self.name!r} is not available"
+        """What driver or torch lack and what to do about it; None if the backend is available. Never raises."""
+        return None
+
+    def is_available(self) -> bool:
+        return self.unavailable_reason() is None
 
     def device_id(self, place: int, environ: Mapping[str, str]) -> str:
         """Of the device at `place` among those that a process with this environment sees: as its variable has it."""
@@ -152,9 +155,9 @@ class Backend(ABC):
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         """Problems with `environ` as a process of this role finds it; empty if all is well."""
 
-    @abstractmethod
     def engine_defaults(self) -> dict[str, Any]:
         """vLLM engine arguments this backend needs or is better with."""
+        return {}
 
     def engine_args(self, user: Mapping[str, Any]) -> dict[str, Any]:
         """`engine_defaults` with a user's own arguments, which win. Raises DeviceError for one that cannot work."""
@@ -172,21 +175,46 @@ class Backend(ABC):
             DeviceError: out of memory, with requested and free bytes.
         """
 
-    @abstractmethod
     def ipc_export(self, block: PersistentBlock) -> IpcHandle:
         """Make a block openable by other processes of this host.
 
         Raises:
-            DeviceError: the block was not made by `alloc_persistent` (a torch tensor is refused by type).
+            DeviceError: not an open block that `alloc_persistent` made in this process, or the driver refused.
         """
+        if not isinstance(block, PersistentBlock):
+            raise DeviceError(
+                f"a {type(block).__name__} cannot be exported: memory from torch's allocator may lie in a "
+                "virtual-memory segment (expandable_segments), which no driver has a handle for, or in one that other "
+                "tensors share; use alloc_persistent and copy into it"
+            )
+        if block.is_closed or block.is_imported:
+            raise DeviceError("only an open block can be exported, and only by the process that allocated it")
+        return IpcHandle(
+            backend=self.name,
+            nbytes=block.nbytes,
+            payload=self._export(block),
+            device_index=block.device_index,
+            attributes=describe_self(),
+        )
 
-    @abstractmethod
     def ipc_open(self, handle: IpcHandle) -> PersistentBlock:
         """Map another process's block.
 
         Raises:
             DeviceError: the exporter is gone, the handle is foreign, or the driver refused.
         """
+        if handle.backend != self.name:
+            raise DeviceError(f"a handle of device {handle.backend!r} cannot be opened by {self.name!r}")
+        require_alive(handle.attributes)
+        return self._open(handle)
+
+    @abstractmethod
+    def _export(self, block: Any) -> bytes:
+        """`IpcHandle.payload` of an own block."""
+
+    @abstractmethod
+    def _open(self, handle: IpcHandle) -> PersistentBlock:
+        """The block of a handle of this backend's, whose exporter is not known to be gone."""
 
     def pin(self, block: PersistentBlock, pieces: Sequence[tuple[int, int]]) -> Pinning | None:
         """Begin to make copies between this device and shared host memory fast. It ends when the block is closed.

@@ -28,7 +28,6 @@ from weight_sync.device.base import (
 from weight_sync.device.collectives import GlooGroup, PairGroup
 from weight_sync.device.environment import EnvVar, missing_variables
 from weight_sync.device.host_memory import host_memory
-from weight_sync.device.process import describe_self, require_alive
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -46,9 +45,9 @@ class SharedBlock(PersistentBlock):
     a view would crash the process at the next access.
     """
 
-    def __init__(self, fd: int, nbytes: int, *, owned: bool) -> None:
-        super().__init__(torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8), partial(os.close, fd))
-        self.owned = owned
+    def __init__(self, fd: int, nbytes: int, *, is_imported: bool) -> None:
+        memory = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+        super().__init__(memory, partial(os.close, fd), is_imported=is_imported)
         self.fd = fd
 
 
@@ -65,9 +64,6 @@ class CpuBackend(Backend):
         if threads < 1:
             raise DeviceError(f"device.cpu_threads must be >= 1, got {threads}")
         self._threads = threads
-
-    def is_available(self) -> bool:
-        return True
 
     def num_devices(self) -> int:
         """One "device" per process that may be asked for: CPUs are counted by Ray, not here."""
@@ -119,27 +115,15 @@ class CpuBackend(Backend):
             os.posix_fallocate(fd, 0, nbytes)
             # The file must not shrink under another process's mapping.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            return SharedBlock(fd, nbytes, owned=True)
+            return SharedBlock(fd, nbytes, is_imported=False)
         except OSError as error:
             os.close(fd)
             raise DeviceError(f"{_out_of_memory(nbytes, host_memory()[0])}: {error}") from error
 
-    def ipc_export(self, block: PersistentBlock) -> IpcHandle:
-        if not isinstance(block, SharedBlock):
-            raise DeviceError(
-                f"only blocks from alloc_persistent can be exported, got {type(block).__name__}; "
-                "ordinary memory is private to its process: allocate a persistent block and copy into it"
-            )
-        if block.is_closed or not block.owned:
-            raise DeviceError("only an open block can be exported, and only by the process that allocated it")
-        status = os.fstat(block.fd)
-        payload = _PAYLOAD.pack(os.getpid(), block.fd, status.st_ino, block.nbytes)
-        return IpcHandle(backend=self.name, nbytes=block.nbytes, payload=payload, attributes=describe_self())
+    def _export(self, block: SharedBlock) -> bytes:
+        return _PAYLOAD.pack(os.getpid(), block.fd, os.fstat(block.fd).st_ino, block.nbytes)
 
-    def ipc_open(self, handle: IpcHandle) -> SharedBlock:
-        if handle.backend != self.name or len(handle.payload) != _PAYLOAD.size:
-            raise DeviceError(f"a handle of device {handle.backend!r} cannot be opened by 'cpu'")
-        require_alive(handle.attributes)
+    def _open(self, handle: IpcHandle) -> SharedBlock:
         pid, fd, inode, nbytes = _PAYLOAD.unpack(handle.payload)
         path = f"/proc/{pid}/fd/{fd}"
         try:
@@ -157,7 +141,7 @@ class CpuBackend(Backend):
                 f"{status.st_ino} with {status.st_size} bytes; fetch a new handle"
             )
         try:
-            return SharedBlock(opened, nbytes, owned=False)
+            return SharedBlock(opened, nbytes, is_imported=True)
         except OSError as error:
             os.close(opened)
             raise DeviceError(f"cannot map {nbytes} bytes of process {pid}: {error.strerror}") from error

@@ -52,7 +52,7 @@ class Mappings:
     def _note_close(self, block: SharedBlock) -> None:
         inode = os.fstat(block.fd).st_ino
         with self._lock:
-            if not block.owned:
+            if block.is_imported:
                 self.importers[inode] -= 1
             elif self.importers[inode]:
                 self.freed_too_early.append(block.nbytes)
