@@ -6,6 +6,7 @@ type on its way through layers that would flatten it into a string (vLLM's RPC d
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -13,7 +14,7 @@ import msgspec
 
 from weight_sync import errors
 from weight_sync.device.base import IpcHandle  # noqa: TC001 - msgspec reads the annotations
-from weight_sync.plan.types import ParamMeta, Table, Version  # noqa: TC001 - likewise
+from weight_sync.plan.types import ParamMeta, Table, Version, WorkerLayout  # noqa: TC001 - likewise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -165,6 +166,19 @@ class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class BakeRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: tuple[ParamMeta, ...]
+    is_whole: bool = True
+    """Answer with the layout; else its digest will do, which is to equal that of another replica."""
+
+
+class BakedLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker's loader did."""
+
+    digest: bytes
+    layout: WorkerLayout | None
+
+    @classmethod
+    def of(cls, layout: WorkerLayout, *, is_whole: bool) -> BakedLayout:
+        return cls(digest=hashlib.sha256(encode(layout)).digest(), layout=layout if is_whole else None)
 
 
 class PackReport(msgspec.Struct, frozen=True, kw_only=True):

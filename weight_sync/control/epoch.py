@@ -18,6 +18,7 @@ from weight_sync.channel import Switchboard, make_run_keys
 from weight_sync.control.members import gather_all
 from weight_sync.errors import PlanMismatch, PullTimeout
 from weight_sync.messages import (
+    BakedLayout,
     BakeRequest,
     CommitMode,
     Dropped,
@@ -36,7 +37,7 @@ from weight_sync.messages import (
 from weight_sync.plan.agreement import SharedPlan, share
 from weight_sync.plan.planner import build_plan
 from weight_sync.plan.routes import Party, RelayMode, plan_routes
-from weight_sync.plan.types import RankShards, WorkerLayout
+from weight_sync.plan.types import RankShards
 from weight_sync.receive.staging import shadow_plan
 from weight_sync.transports.base import arena_bytes
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from weight_sync.control.members import Member, PublisherHandle, ReplicaHandle
-    from weight_sync.plan.types import ParamMeta, Plan
+    from weight_sync.plan.types import ParamMeta, Plan, WorkerLayout
 
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,8 @@ class Agreement(NamedTuple):
 
     plan: SharedPlan
     publishers: tuple[PublisherInfo, ...]
-    layout: tuple[WorkerLayout, ...]
-    """Of every replica."""
+    layout: tuple[bytes, ...]
+    """Digests of what the loaders of a replica's workers do, the same for every replica."""
 
 
 class EpochOpener:
@@ -102,28 +103,28 @@ class EpochOpener:
         self._epoch += 1
         self.hang_up()
         params, shards = await self._describe(give_up)
-        baked = await self._bake(params, members, give_up)
-        first_name, first = next(iter(baked.items()))
+        baked, layout = await self._bake(params, members, give_up)
+        first = members[0].name
         for name, other in baked.items():
-            if other != first:
-                raise PlanMismatch(f"replicas {first_name} and {name} split the model differently; start them alike")
+            if other != baked[first]:
+                raise PlanMismatch(f"replicas {first} and {name} split the model differently; start them alike")
 
         def plan() -> SharedPlan:
-            whole = build_plan(epoch=self._epoch, params=params, shards=shards, workers=first)
+            whole = build_plan(epoch=self._epoch, params=params, shards=shards, workers=layout)
             for line in _memory_lines(whole, self._options):
                 log.debug("%s", line)  # before anything is allocated
             return share(whole)
 
         shared = await asyncio.to_thread(plan)  # seconds for a large model; the loop has other things to do
         publishers = await self._open_publishers(shared, [shard.rank for shard in shards], give_up)
-        return Agreement(plan=shared, publishers=publishers, layout=first)
+        return Agreement(plan=shared, publishers=publishers, layout=baked[first])
 
     async def check_layout(self, agreement: Agreement, member: Member, give_up: float) -> None:
         """
         Raises:
             PlanMismatch: a newcomer splits the model differently from the replicas of the epoch.
         """
-        baked = await self._bake(agreement.plan.params, [member], give_up)
+        baked, _ = await self._bake(agreement.plan.params, [member], give_up, is_layout_known=True)
         if baked[member.name] != agreement.layout:
             raise PlanMismatch(f"replica {member.name} splits the model differently from the others; start it alike")
 
@@ -236,17 +237,25 @@ class EpochOpener:
         return await asyncio.to_thread(_learner_layout, answers)
 
     async def _bake(
-        self, params: tuple[ParamMeta, ...], members: Sequence[Member], give_up: float
-    ) -> dict[str, tuple[WorkerLayout, ...]]:
-        request = encode(BakeRequest(params=params))
-        replies = await self._on_replicas(members, "ws_bake", lambda _: request, give_up)
-        layouts = {
-            name: tuple(open_reply(reply, WorkerLayout, party=f"{name}/{i}") for i, reply in enumerate(answers))
-            for name, answers in replies.items()
-        }
-        for line in dict.fromkeys(line for workers in layouts.values() for w in workers for line in w.decisions):
+        self, params: tuple[ParamMeta, ...], members: Sequence[Member], give_up: float, *, is_layout_known: bool = False
+    ) -> tuple[dict[str, tuple[bytes, ...]], tuple[WorkerLayout, ...]]:
+        """Digests of each replica's layout; and, unless that is known, the layout of the first replica: those of the
+        others are to be the same, and there may be hundreds of megabytes of them."""
+        told = None if is_layout_known else members[0].name
+        requests = {is_whole: encode(BakeRequest(params=params, is_whole=is_whole)) for is_whole in (True, False)}
+        replies = await self._on_replicas(members, "ws_bake", lambda name: requests[name == told], give_up)
+
+        def read() -> dict[str, list[BakedLayout]]:
+            return {
+                name: [open_reply(reply, BakedLayout, party=f"{name}/{i}") for i, reply in enumerate(answers)]
+                for name, answers in replies.items()
+            }
+
+        baked = await asyncio.to_thread(read)
+        layout = tuple(worker.layout for worker in baked.get(told or "", ()) if worker.layout is not None)
+        for line in dict.fromkeys(line for worker in layout for line in worker.decisions):
             log.debug("modules of the engines: %s", line)
-        return layouts
+        return {name: tuple(worker.digest for worker in workers) for name, workers in baked.items()}, layout
 
     async def _open_publishers(
         self, plan: SharedPlan, ranks: Sequence[int], give_up: float

@@ -27,6 +27,7 @@ from weight_sync.channel import ControlServer
 from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, ReplicaDirty, WeightSyncError
 from weight_sync.messages import (
     Arrived,
+    BakedLayout,
     BakeRequest,
     Linked,
     LinkRequest,
@@ -476,8 +477,9 @@ class WorkerService:
         self._receivers: list[WeightReceiver] = []
 
     def bake(self, request: bytes) -> bytes:
-        """`BakeRequest` -> `WorkerLayout`."""
-        return self._answer(lambda receiver: receiver.bake(decode(request, BakeRequest).params))
+        """`BakeRequest` -> `BakedLayout`."""
+        ask = decode(request, BakeRequest)
+        return self._answer(lambda receiver: BakedLayout.of(receiver.bake(ask.params), is_whole=ask.is_whole))
 
     def open(self, request: bytes) -> bytes:
         """`OpenReceiver` -> `ReceiverInfo`."""

@@ -363,6 +363,26 @@ async def test_drift_is_refused_before_a_byte_moves() -> None:
     await world.coordinator.close()
 
 
+async def test_replicas_that_split_the_model_differently_are_refused_and_only_one_sends_its_layout() -> None:
+    sizes: list[int] = []
+
+    class Watched(LocalReplica):
+        async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
+            replies = await super().call(method, *args, timeout_s=timeout_s)
+            if method == "ws_bake":
+                sizes.append(sum(map(len, replies)))
+            return replies
+
+    world = World(1, [Watched("r0", 2), LocalReplica("r1", 1)])
+    with pytest.raises(PlanMismatch, match="replicas r0 and r1 split the model differently; start them alike"):
+        await world.coordinator.open()
+    async with opened(1, [Watched("r0", 2), Watched("r1", 2)]) as world:
+        with pytest.raises(PlanMismatch, match="replica r2 splits the model differently"):
+            await world.coordinator.join(LocalReplica("r2", 1))
+        await world.coordinator.join(Watched("r3", 2))
+    assert sum(size < 300 for size in sizes) == 2 == sum(size > 1000 for size in sizes), sizes
+
+
 async def test_memory_is_printed_before_any_of_it_is_allocated(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "weight_sync")
     world = World(2, [LocalReplica("r0", 2)], commit="staged", num_slots=3)
