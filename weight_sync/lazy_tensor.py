@@ -24,7 +24,7 @@ _SAME_VALUES = frozenset({_aten.clone.default, _aten._to_copy.default})
 """Not views, but only place, layout or dtype change: the result may be followed like the original."""
 
 
-class Ghost(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A checkpoint tensor (or a view of one) without data.
 
     `twin` is a meta tensor in the checkpoint's dtype whose offset and strides say which part of the tensor this is.
@@ -32,25 +32,25 @@ class Ghost(torch.Tensor):
 
     source: ParamMeta
     twin: torch.Tensor
-    # Without this, results such as `dst.copy_(ghost)` would be turned into ghosts on their way back to Python.
+    # Without this, results such as `dst.copy_(lazy)` would be turned into lazies on their way back to Python.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        names = sorted({ghost.source.name for ghost in ghosts_in((args, kwargs))})
+        names = sorted({lazy.source.name for lazy in lazy_in((args, kwargs))})
         raise PlanMismatch(f"{func} was applied to {', '.join(names)} after its loader returned; it has no data")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"<recording tensor {self.source.name} {tuple(self.twin.shape)}>"
 
 
-def new_ghost(source: ParamMeta, twin: torch.Tensor, *, dtype: torch.dtype, device: torch.device) -> Ghost:
-    """A ghost of the part of `source` that `twin` (meta, in the checkpoint's dtype) describes."""
-    ghost: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-        Ghost, twin.shape, strides=twin.stride(), storage_offset=twin.storage_offset(), dtype=dtype, device=device
+def new_lazy(source: ParamMeta, twin: torch.Tensor, *, dtype: torch.dtype, device: torch.device) -> LazyTensor:
+    """A lazy of the part of `source` that `twin` (meta, in the checkpoint's dtype) describes."""
+    lazy: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        LazyTensor, twin.shape, strides=twin.stride(), storage_offset=twin.storage_offset(), dtype=dtype, device=device
     )
-    ghost.source, ghost.twin = source, twin
-    return ghost
+    lazy.source, lazy.twin = source, twin
+    return lazy
 
 
 def leaves_in(tree: Any) -> list[Any]:
@@ -60,49 +60,49 @@ def leaves_in(tree: Any) -> list[Any]:
     return leaves_in(list(tree.values())) if isinstance(tree, dict) else [tree]
 
 
-def ghosts_in(tree: Any) -> list[Ghost]:
-    """Every ghost among the leaves of nested arguments."""
-    return [leaf for leaf in leaves_in(tree) if isinstance(leaf, Ghost)]
+def lazy_in(tree: Any) -> list[LazyTensor]:
+    """Every lazy among the leaves of nested arguments."""
+    return [leaf for leaf in leaves_in(tree) if isinstance(leaf, LazyTensor)]
 
 
-def follow(func: Any, ghosts: Sequence[Ghost], args: Any, kwargs: Any) -> Any:
-    """The result of an operation on ghosts: again ghosts.
+def follow(func: Any, lazies: Sequence[LazyTensor], args: Any, kwargs: Any) -> Any:
+    """The result of an operation on lazies: again lazies.
 
     Args:
-        ghosts: every ghost in `args` and `kwargs`.
+        lazies: every lazy in `args` and `kwargs`.
 
     Raises:
         PlanMismatch: the operation needs the data, rounds it, or puts several tensors together. Names both.
     """
-    ghost = ghosts[0]
-    name = f"{ghost.source.name} {tuple(ghost.twin.shape)}"
-    if len(ghosts) > 1 or args[0] is not ghost:
+    lazy = lazies[0]
+    name = f"{lazy.source.name} {tuple(lazy.twin.shape)}"
+    if len(lazies) > 1 or args[0] is not lazy:
         raise PlanMismatch(f"{func} combines {name} with other tensors; only views of one tensor can be followed")
     if func in _SAME_VALUES:
-        return _recast(func, ghost, kwargs)
+        return _recast(func, lazy, kwargs)
     if func is _aten._unsafe_view.default:
         func = _aten.view.default
     elif not is_view(func):
         raise PlanMismatch(f"{func} computes with {name}; only views, copies and widening casts can be followed")
     try:
-        result = func(ghost.twin, *args[1:], **kwargs)
+        result = func(lazy.twin, *args[1:], **kwargs)
     except RuntimeError as error:
-        raise PlanMismatch(f"{func} of {name} with strides {ghost.twin.stride()} rearranges it: {error}") from error
-    if any(leaf.dtype != ghost.twin.dtype for leaf in tree_leaves(result)):
+        raise PlanMismatch(f"{func} of {name} with strides {lazy.twin.stride()} rearranges it: {error}") from error
+    if any(leaf.dtype != lazy.twin.dtype for leaf in tree_leaves(result)):
         raise PlanMismatch(f"{func} reads the bytes of {name} as another dtype; only whole elements can be followed")
-    return tree_map(lambda twin: new_ghost(ghost.source, twin, dtype=ghost.dtype, device=ghost.device), result)
+    return tree_map(lambda twin: new_lazy(lazy.source, twin, dtype=lazy.dtype, device=lazy.device), result)
 
 
-def _recast(func: Any, ghost: Ghost, kwargs: Any) -> Ghost:
+def _recast(func: Any, lazy: LazyTensor, kwargs: Any) -> LazyTensor:
     """`contiguous`, `clone`, `to`: same elements, same twin."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    dtype = ghost.dtype if dtype is None else dtype
-    device = ghost.device if device is None else device
-    if torch.promote_types(ghost.dtype, dtype) != dtype:
+    dtype = lazy.dtype if dtype is None else dtype
+    device = lazy.device if device is None else device
+    if torch.promote_types(lazy.dtype, dtype) != dtype:
         raise PlanMismatch(
-            f"{func} rounds {ghost.source.name} from {ghost.dtype} to {dtype}; send it as the engine has it"
+            f"{func} rounds {lazy.source.name} from {lazy.dtype} to {dtype}; send it as the engine has it"
         )
-    return new_ghost(ghost.source, ghost.twin, dtype=dtype, device=device)
+    return new_lazy(lazy.source, lazy.twin, dtype=dtype, device=device)
 
 
 def is_view(func: Any) -> bool:
@@ -112,7 +112,7 @@ def is_view(func: Any) -> bool:
     return not writes and bool(schema.returns) and all(ret.alias_info is not None for ret in schema.returns)
 
 
-class Blend(torch.Tensor):
+class OpaqueTensor(torch.Tensor):
     """A result without data. `twin` (meta) has its shape, strides and dtype."""
 
     sources: frozenset[str]
@@ -129,7 +129,7 @@ class Blend(torch.Tensor):
         return f"<recording tensor of {', '.join(sorted(self.sources))} {tuple(self.twin.shape)}>"
 
 
-class Temporaries:
+class ScratchMemory:
     """Memory outside of the engine that a loader put checkpoint tensors into."""
 
     def __init__(self) -> None:
@@ -150,19 +150,19 @@ class Temporaries:
         return frozenset() if held is None else held[0]
 
 
-def sources_in(tree: Any, temporaries: Temporaries) -> frozenset[str]:
-    """Checkpoint tensors that blends and temporaries among the leaves are made of. Ghosts do not count."""
+def sources_in(tree: Any, scratch: ScratchMemory) -> frozenset[str]:
+    """Checkpoint tensors that opaques and scratch among the leaves are made of. LazyTensors do not count."""
     found: frozenset[str] = frozenset()
     for leaf in leaves_in(tree):
-        if isinstance(leaf, Blend):
+        if isinstance(leaf, OpaqueTensor):
             found |= leaf.sources
-        elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, Ghost):
-            found |= temporaries.sources_of(leaf)
+        elif isinstance(leaf, torch.Tensor) and not isinstance(leaf, LazyTensor):
+            found |= scratch.sources_of(leaf)
     return found
 
 
 def compute(func: Any, args: Any, kwargs: Any, *, sources: frozenset[str], why: str) -> Any:
-    """The result of an operation that reads checkpoint data: blends instead of tensors.
+    """The result of an operation that reads checkpoint data: opaques instead of tensors.
 
     Args:
         why: why it cannot be followed; what the operands say takes precedence.
@@ -176,25 +176,25 @@ def compute(func: Any, args: Any, kwargs: Any, *, sources: frozenset[str], why: 
         raise PlanMismatch(f"{func} needs the data of {', '.join(sorted(sources))}: {error}") from error
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     device = next((leaf.device for leaf in leaves), None)
-    first = next((leaf.why for leaf in leaves if isinstance(leaf, Blend)), why)
+    first = next((leaf.why for leaf in leaves if isinstance(leaf, OpaqueTensor)), why)
 
-    def blend_of(twin: Any) -> Any:
+    def opaque_of(twin: Any) -> Any:
         if not isinstance(twin, torch.Tensor):
             return twin
-        blend: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            Blend, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=device
+        opaque: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            OpaqueTensor, twin.shape, strides=twin.stride(), dtype=twin.dtype, device=device
         )
-        blend.sources, blend.why, blend.twin = sources, first, twin
-        return blend
+        opaque.sources, opaque.why, opaque.twin = sources, first, twin
+        return opaque
 
-    return tree_map(blend_of, result)
+    return tree_map(opaque_of, result)
 
 
 def _on_meta(leaf: Any) -> Any:
     match leaf:
-        case Ghost():
+        case LazyTensor():
             return leaf.twin.to(leaf.dtype)
-        case Blend():
+        case OpaqueTensor():
             return leaf.twin
         case torch.Tensor():
             return leaf.detach().to("meta")

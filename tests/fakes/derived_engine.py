@@ -1,13 +1,11 @@
-"""A toy engine whose live weights are derived, with a reload that works like vLLM's.
+"""A toy engine whose live weights are derived, with a way to derive them again like vLLM's.
 
 Each layer's loader fills a bfloat16 `weight` from two checkpoint tensors; what the layer keeps of it depends on its
-kind. The reload collects what the loaders are given, as views, until a layer is complete; only then does it load,
-process and copy into the live tensors.
+kind. The last layer holds nothing of its own: it is derived from the weights of another, like MLA's attention.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,9 +13,9 @@ import torch
 from weight_sync.plan.types import ParamMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-Kind = Literal["plain", "quantised", "shuffled", "packed", "renamed"]
+Kind = Literal["plain", "quantised", "shuffled", "packed", "renamed", "computed"]
 ROWS, COLUMNS = 6, 4
 """Rows of each checkpoint tensor, over all workers."""
 
@@ -39,7 +37,7 @@ class Layer(torch.nn.Module):
         share = tensor.narrow(0, self.worker * self.rows, self.rows)
         start = self.sources.index(source) * self.rows if source in self.sources else 0
         target = self.weight.data[start : start + self.rows] if source in self.sources else self.bias.data
-        target.copy_(share)
+        target.copy_(share * 2 if self.kind == "computed" else share)
         return target.numel()
 
     def process(self) -> None:
@@ -76,10 +74,24 @@ class Layer(torch.nn.Module):
         return torch.cat([x @ weight.t(), self.bias.data.float().expand(len(x), -1)], 1)
 
 
-class DerivedEngine(torch.nn.Module):
-    """One layer of each kind; the first also occurs twice, so that patterns can be seen."""
+class Absorbed(torch.nn.Module):
+    """Keeps the transposed weight of another layer."""
 
-    KINDS: tuple[Kind, ...] = ("plain", "quantised", "shuffled", "packed", "renamed", "quantised")
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self._layers = (layer,)  # a tuple, so that the layer is no part of this one
+        self.process()
+
+    def process(self) -> None:
+        weight = self._layers[0].weight.data
+        self.transposed = weight.t().contiguous()
+        self.halved = _parameter((weight / 2).t())
+
+
+class DerivedEngine(torch.nn.Module):
+    """One layer of each kind; `quantised` also occurs twice, so that patterns can be seen."""
+
+    KINDS: tuple[Kind, ...] = ("plain", "quantised", "shuffled", "packed", "renamed", "quantised", "computed")
 
     def __init__(self, worker: int = 0, num_workers: int = 1) -> None:
         super().__init__()
@@ -90,6 +102,7 @@ class DerivedEngine(torch.nn.Module):
         for layer in layers:
             layer.process()
         self.layers = torch.nn.ModuleList(layers)
+        self.absorbed = Absorbed(layers[0])
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
@@ -100,7 +113,14 @@ class DerivedEngine(torch.nn.Module):
         """A new engine that loaded `full` from the start."""
         first: Any = self.layers[0]
         fresh = DerivedEngine(first.worker, ROWS // first.rows)
-        ToyReloader(fresh).reload(list(fresh.layers), full.items())
+        reloader = ToyReloader(fresh)
+        for layer in fresh.layers:
+            reloader.restore_format(layer)
+            for name, tensor in layer._parameters.items():
+                layer._parameters[name] = _parameter(torch.empty_like(tensor, device="cpu"))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        fresh.load_weights(full.items())
+        for module in (*fresh.layers, fresh.absorbed):
+            reloader.post_process(module)
         return fresh
 
 
@@ -114,65 +134,33 @@ def checkpoint_params() -> tuple[ParamMeta, ...]:
 
 
 class ToyReloader:
-    """A `Reloader` for `DerivedEngine`. `moves` makes it put a new tensor in the place of a live one."""
+    """A `Reloader` for `DerivedEngine`."""
 
-    def __init__(self, model: DerivedEngine, *, moves: bool = False) -> None:
-        self.model, self.moves = model, moves
-        self.num_reloads = 0
+    def __init__(self, model: DerivedEngine) -> None:
+        self.model = model
 
     def checkpoint_tensors(self, module: torch.nn.Module) -> Mapping[str, torch.Tensor] | None:
         return module.expected if isinstance(module, Layer) else None
 
-    @contextmanager
-    def checkpoint_format(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-        kept = [dict(module._parameters) for module in modules]
-        try:
-            for module in modules:
-                _hold(module, {name: _parameter(tensor) for name, tensor in _expected(module).items()})
-            yield
-        finally:
-            for module, held in zip(modules, kept, strict=True):
-                _hold(module, held)
+    def restore_format(self, module: torch.nn.Module) -> None:
+        if isinstance(module, Layer):
+            module._parameters.clear()
+            module._parameters.update({name: _parameter(tensor) for name, tensor in module.expected.items()})
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.model.load_weights(weights)
 
     def post_process(self, module: torch.nn.Module) -> bool:
-        assert isinstance(module, Layer)
+        assert isinstance(module, (Layer, Absorbed))
         module.process()
         return True
 
-    def reload(self, modules: Sequence[torch.nn.Module], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.num_reloads += 1
-        chosen = {id(module) for module in modules}
-        waiting: dict[int, list[tuple[str, torch.Tensor]]] = {id(module): [] for module in modules}
-        for name, tensor in weights:
-            layer: Any = self.model.layers[int(name.split(".")[1])]
-            assert id(layer) in chosen, f"{name} belongs to a layer that is not reloaded"
-            waiting[id(layer)].append((name, tensor))  # a view: nothing is read before the layer is complete
-            if len(waiting[id(layer)]) == 3:
-                self._finish(layer, waiting.pop(id(layer)))
-        assert not waiting, "a layer is incomplete"
+    def known_derived(self) -> Mapping[str, str]:
+        return {}
 
-    def _finish(self, layer: Layer, given: list[tuple[str, torch.Tensor]]) -> None:
-        live: dict[str, Any] = dict(layer._parameters)
-        _hold(layer, {name: _parameter(torch.empty_like(t, device="cpu")) for name, t in layer.expected.items()})
-        for name, tensor in given:
-            layer.load(name, tensor)
-        layer.process()
-        for name, tensor in live.items():
-            tensor.data.copy_(layer._parameters[name])
-        _hold(layer, live)
-        if self.moves:
-            layer.bias.data = layer.bias.data.clone()
+    def dependents(self) -> Mapping[str, torch.nn.Module]:
+        return {"absorbed": self.model.absorbed}
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor, requires_grad=False)
-
-
-def _expected(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    assert isinstance(module, Layer)
-    return module.expected
-
-
-def _hold(module: torch.nn.Module, tensors: Mapping[str, Any]) -> None:
-    module._parameters.clear()
-    module._parameters.update(tensors)

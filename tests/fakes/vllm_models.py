@@ -6,8 +6,8 @@
 - `recorder`: a case is `NAME:TPxPP`, with checkpoints in DIR/NAME, and every worker of a replica is built in turn:
   loading uses no collective, so vLLM's parallel state can be set to any rank of any group. The learner's side is a real
   transformers model, sharded by FSDP2 over fake groups.
-- `fallback`: weights are derived, as of case "fp8" (quantised while loading) or "packed" (the CPU build packs linear
-  weights), and synced through the fallback.
+- `derived`: a case is `KIND:TP`, with checkpoints in DIR/KIND; weights are "fp8" (quantised while loading), "packed"
+  (the CPU build packs linear weights) or "mla" (attention derives matrices of its own).
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from transformers import AutoModelForCausalLM
 from tests.fakes.patience import PATIENT_TEST_S
 from tests.fakes.row_shards import held_by, row_shards, rows_of
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.errors import PlanMismatch, WeightSyncError
+from weight_sync.errors import PlanMismatch
 from weight_sync.plan.planner import build_plan, check_plan
 from weight_sync.plan.types import ParamMeta, RankShards
 from weight_sync.publish.shards import local_shards
+from weight_sync.receive.quantized import Reloads
 from weight_sync.receive.recorder import record, record_layout
-from weight_sync.receive.staging import Landing, Reloads, build_landing, parameter_bytes
+from weight_sync.receive.staging import Landing, build_landing, parameter_bytes
 from weight_sync.vllm.compat import keep_weights_addressable
 from weight_sync.vllm.reload import layerwise_reloader
 
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 NUM_LEARNER_RANKS = (1, 2, 3)
-QUANTISED = {"fp8": "fp8_per_channel", "packed": None}
+QUANTISED = {"fp8": "fp8_per_channel", "packed": None, "mla": None}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -98,7 +99,7 @@ def main(kind: str, root: Path, cases: list[str]) -> None:
     registry._run_in_subprocess = lambda function: function()
     gc.collect()
     gc.freeze()
-    check = {"recorder": recorded, "fallback": derived}[kind](root, cases)
+    check = {"recorder": recorded, "derived": derived}[kind](root, cases)
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(1, 0, f"file://{root}/rendezvous", 0, "gloo")
         initialize_model_parallel(1, 1)
@@ -309,93 +310,103 @@ def _fill(model: Any, layout: Any, value: float) -> None:
         named[copy.dst_param].data.view(-1).as_strided(copy.src_size, copy.dst_stride, copy.dst_offset).fill_(value)
 
 
-# The fallback
+# Derived weights
 
 
-def derived(folder: Path, _cases: list[str]) -> Callable[[str], Iterator[dict[str, object]]]:
+def derived(root: Path, _cases: list[str]) -> Callable[[str], Iterator[dict[str, object]]]:
     def check(case: str) -> Iterator[dict[str, object]]:
         import vllm._custom_ops as ops
 
-        ops._supports_onednn = case == "packed"
-        (model, config), (fresh, _) = (build(folder / w, quantization=QUANTISED[case]) for w in ("old", "new"))
+        kind, size = case.split(":")
+        if kind == "mla":  # experts in the order of the checkpoint, as our extension keeps them on a CPU
+            keep_weights_addressable()
+        workers: list[DerivedWorker] = []
+        for rank in range(int(size)):
+            with _acting_as(rank, tp=int(size), pp=1):
+                ops._supports_onednn = kind == "packed"
+                how = {"tensor_parallel_size": int(size), "quantization": QUANTISED[kind]}
+                (model, config), (fresh, _) = (build(root / kind / which, **how) for which in ("old", "new"))
+                ops._supports_onednn = False
+                plain, _ = build(root / kind / "new", tensor_parallel_size=int(size))
+                named = [tensor for name, tensor in plain.named_parameters() if ".W_U" not in name]
+                shard_bytes = sum(tensor.numel() * tensor.element_size() for tensor in named)
+                workers.append(DerivedWorker(model, fresh, config, rank=rank, shard_bytes=shard_bytes))
+        ops._supports_onednn = kind == "packed"
         for commit in ("staged", "inplace"):
-            yield {"commit": commit, **Derived(model, fresh, config, folder).run(commit)}
+            yield from sync_derived(workers, root / kind, commit)
 
     return check
 
 
-class Derived:
-    """One model, synced from `old` to `new`, and back at the end."""
+class DerivedWorker:
+    """One worker's model, synced from `old` to `new`, and back at the end."""
 
-    def __init__(self, model: Any, fresh: Any, config: Any, folder: Path) -> None:
-        self.model, self.fresh = model, fresh
-        self.old, self.new = (load_file(folder / which / "model.safetensors") for which in ("old", "new"))
-        self.params = tuple(ParamMeta(name=n, shape=tuple(t.shape), dtype="bfloat16") for n, t in self.new.items())
+    def __init__(self, model: Any, fresh: Any, config: Any, *, rank: int, shard_bytes: int) -> None:
+        self.model, self.fresh, self.rank, self.shard_bytes = model, fresh, rank, shard_bytes
         self.reloader: Any = layerwise_reloader(model, config)
         assert self.reloader is not None
+        self.before, self.outputs_before, self.places = bits(model), _outputs(model), addresses(model)
 
-    def run(self, commit: CommitMode) -> dict[str, object]:
-        before, outputs_before = bits(self.model), _outputs(self.model)
-        recorded = record(self.model, self.params, worker=0, reloader=self.reloader)
+    def is_as_before(self) -> bool:
+        same_outputs = _differing_outputs(self.outputs_before, _outputs(self.model)) == []
+        return bits(self.model) == self.before and same_outputs
 
-        def is_as_before() -> bool:
-            return bits(self.model) == before and _differing_outputs(outputs_before, _outputs(self.model)) == []
-
-        report: dict[str, object] = {"untouched": is_as_before(), "decisions": list(recorded.layout.decisions)}
+    def record(self, params: Sequence[ParamMeta]) -> dict[str, object]:
+        self.recorded = record(self.model, params, worker=self.rank, reloader=self.reloader)
+        report: dict[str, object] = {"untouched": self.is_as_before(), "decisions": self.recorded.layout.decisions}
         try:
-            record_layout(self.model, self.params, worker=0)
+            record_layout(self.model, params, worker=self.rank)
         except PlanMismatch as error:
             report["refused_without"] = str(error)
-        shards = row_shards(self.params, 3)
-        plan = build_plan(epoch=0, params=self.params, shards=shards, workers=[recorded.layout])
-        check_plan(plan)
-        reloads = Reloads(self.model, self.reloader, recorded.reloaded)
-        landing = build_landing(
-            plan.pull[0], parameter_bytes(self.model), CpuBackend(), commit=commit, reloads=reloads,
-            params=self.params,
-        )  # fmt: skip
-        assert landing.fallback is not None
-        places, chosen = addresses(self.model), set(landing.fallback.modules)
-        modules = [module for name, module in self.model.named_modules() if name in chosen]
-        self.reloader.reload(modules, self._through_one_buffer())
-        report["corrupted"] = _differing_outputs(_outputs(self.model), _outputs(self.fresh))
-        for _ in range(2):
-            self.sync(plan, landing, self.new)
+        return {**report, "worker": self.rank, "shard_bytes": self.shard_bytes}
+
+    def open(self, plan: Plan, commit: CommitMode) -> Landing:
+        reloads = Reloads(self.model, self.reloader, self.recorded.reloaded)
+        views = parameter_bytes(self.model)
+        return build_landing(plan.pull[self.rank], views, CpuBackend(), commit=commit, reloads=reloads)
+
+    def compared(self) -> dict[str, object]:
+        """With one that loaded `new`."""
         held = bits(self.model)
-        report["differing"] = [name for name, value in bits(self.fresh).items() if held[name] != value]
-        report["outputs_differing"] = _differing_outputs(_outputs(self.model), _outputs(self.fresh))
-        report["verified"] = landing.fallback.verify()
-        try:
-            self.reloader.reload(modules, self._ending_in_mid_layer())
-        except WeightSyncError as error:
-            report["failure"] = str(error)
-        report["moved"] = differing(places, addresses(self.model))
-        self.sync(plan, landing, self.old)
-        report["back"] = is_as_before()
-        landing.close()
-        return report
+        return {
+            "differing": [name for name, value in bits(self.fresh).items() if held[name] != value],
+            "outputs_differing": _differing_outputs(_outputs(self.model), _outputs(self.fresh)),
+            "moved": differing(self.places, addresses(self.model)),
+        }
 
-    def sync(self, plan: Plan, landing: Landing, full: Tensors) -> None:
+
+def sync_derived(workers: Sequence[DerivedWorker], folder: Path, commit: CommitMode) -> Iterator[dict[str, object]]:
+    old, new = (load_file(folder / which / "model.safetensors") for which in ("old", "new"))
+    params = tuple(ParamMeta(name=n, shape=tuple(t.shape), dtype="bfloat16") for n, t in new.items())
+    shards = row_shards(params, 3)
+    reports = [worker.record(params) for worker in workers]
+    layouts = [worker.recorded.layout for worker in workers]
+    plan = build_plan(epoch=0, params=params, shards=shards, workers=layouts)
+    check_plan(plan)
+    landings = [worker.open(plan, commit) for worker in workers]
+
+    def sync(full: Tensors) -> None:
         """What learner ranks pack, what a transport moves, what a receiver commits."""
-        rows = {rank: held_by(full, rows_of(self.params, rank, 3)) for rank in range(3)}
-        for rank, arena in pack(plan, rows).items():
-            for piece in landing.pieces[rank]:
-                piece.dst.copy_(arena[piece.src_off : piece.src_off + piece.dst.numel()])
-        for target, arrived in landing.moves:
-            target.copy_(arrived)
+        arenas = pack(plan, {rank: held_by(full, rows_of(params, rank, 3)) for rank in range(3)})
+        for landing in landings:
+            for rank, pieces in landing.pieces.items():
+                for piece in pieces:
+                    piece.dst.copy_(arenas[rank][piece.src_off : piece.src_off + piece.dst.numel()])
+            for target, arrived in landing.moves:
+                target.copy_(arrived)
+            assert landing.fallback is not None
+            landing.fallback.reload()
+
+    sync(new)
+    sync(new)
+    for worker, landing, report in zip(workers, landings, reports, strict=True):
         assert landing.fallback is not None
-        landing.fallback.reload()
-
-    def _through_one_buffer(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Deliberately bad: one small buffer for all tensors, used again before vLLM is done with what it was given."""
-        buffer = torch.zeros(max(t.numel() for t in self.new.values()), dtype=torch.bfloat16)
-        for name, tensor in self.new.items():
-            if not name.endswith("layernorm.weight"):
-                yield name, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
-
-    def _ending_in_mid_layer(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield next((n, t) for n, t in self.new.items() if n.endswith("q_proj.weight"))
-        raise ValueError("the line went dead")
+        report.update(worker.compared(), verified=landing.fallback.verify(), commit=commit)
+        report["pulled_bytes"] = plan.pull[worker.rank].nbytes
+    sync(old)
+    for worker, landing, report in zip(workers, landings, reports, strict=True):
+        yield {**report, "back": worker.is_as_before()}
+        landing.close()
 
 
 def _outputs(model: Any) -> Tensors:
@@ -405,6 +416,8 @@ def _outputs(model: Any) -> Tensors:
         method = getattr(module, "quant_method", None)
         if method is not None and hasattr(method, "apply") and "attn.attn" not in name:
             size: Any = getattr(module, "input_size_per_partition", getattr(module, "embedding_dim", None))
+            if size is None:  # experts
+                continue
             x = torch.randn(20, size, generator=torch.Generator().manual_seed(1), dtype=torch.float32).bfloat16()
             outputs[name] = method.apply(module, x, None)
     return outputs

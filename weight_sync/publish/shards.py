@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weight_sync.errors import PlanMismatch
-from weight_sync.lazy_tensor import Ghost, follow, ghosts_in, new_ghost
+from weight_sync.lazy_tensor import LazyTensor, follow, lazy_in, new_lazy
 from weight_sync.plan.geometry import extent, row_major_strides
 from weight_sync.plan.types import ParamMeta, ShardBox
 
@@ -129,20 +129,20 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _whole(name: str, shape: tuple[int, ...]) -> Ghost:
+def _whole(name: str, shape: tuple[int, ...]) -> LazyTensor:
     twin = torch.empty(shape, device="meta")
-    return new_ghost(
+    return new_lazy(
         ParamMeta(name=name, shape=shape, dtype="float32"), twin, dtype=twin.dtype, device=torch.device("cpu")
     )
 
 
 class _Following(TorchDispatchMode):
-    """Ghosts in, ghosts out; everything else runs as it is."""
+    """Lazy tensors in, lazy tensors out; everything else runs as it is."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        ghosts = ghosts_in((args, kwargs))
-        return follow(func, ghosts, args, kwargs) if ghosts else func(*args, **kwargs)
+        lazies = lazy_in((args, kwargs))
+        return follow(func, lazies, args, kwargs) if lazies else func(*args, **kwargs)
 
 
 def _converted(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> tuple[SavedTensor, ...]:
@@ -158,7 +158,7 @@ def _converted(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
         ) from error
     saved: dict[str, list[SavedTensor]] = {name: [] for name in shapes}
     for name, tensor in converted.items():
-        if not isinstance(tensor, Ghost):
+        if not isinstance(tensor, LazyTensor):
             raise PlanMismatch(f"{type(model).__name__} saves {name}, which is no view of any of its parameters")
         saved[tensor.source.name].append(_located(name, tensor))
     lost = [name for name, parts in saved.items() if sum(prod(p.shape) for p in parts) != prod(shapes[name])]
@@ -167,10 +167,10 @@ def _converted(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
     return tuple(part for parts in saved.values() for part in parts)
 
 
-def _located(name: str, ghost: Ghost) -> SavedTensor:
+def _located(name: str, lazy: LazyTensor) -> SavedTensor:
     """Where a saved tensor lies in its parameter; refuses what ranks could not serve by rows."""
-    shape, full = tuple(ghost.twin.shape), ghost.source.shape
-    offset, stride = int(ghost.twin.storage_offset()), tuple(ghost.twin.stride())
+    shape, full = tuple(lazy.twin.shape), lazy.source.shape
+    offset, stride = int(lazy.twin.storage_offset()), tuple(lazy.twin.stride())
     row_elements = prod(full[1:])
     in_row = (offset % row_elements if row_elements else 0) + extent(shape, stride) <= row_elements
     keeps_rows = not full or (shape[:1] == full[:1] and (full[0] <= 1 or stride[0] == row_elements))
@@ -179,14 +179,14 @@ def _located(name: str, ghost: Ghost) -> SavedTensor:
         keeps_rows = offset + extent(shape[1:], stride[1:]) <= row_elements
     if not (whole or in_row or keeps_rows):
         raise PlanMismatch(
-            f"{name} {shape} lies in {ghost.source.name} {full} at offset {offset} with strides {stride}; only whole "
+            f"{name} {shape} lies in {lazy.source.name} {full} at offset {offset} with strides {stride}; only whole "
             "rows (dimension 0), or a part of a single row, can be synchronised"
         )
     row = None if whole or keeps_rows else offset // max(1, row_elements)
     return SavedTensor(
         name=name,
         shape=shape,
-        param=ghost.source.name,
+        param=lazy.source.name,
         offset=offset,
         stride=stride,
         row_elements=row_elements,

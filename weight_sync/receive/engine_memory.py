@@ -56,14 +56,17 @@ class EngineMemory:
     """The parameters and buffers of a live model by address.
 
     Tensors that share all their memory (tied embeddings) count once, under the first name. Modules in `without_memory`
-    may hold `meta` tensors: they are told apart by their storages, which exist although they hold nothing.
+    may hold `meta` tensors: they are told apart by their storages, which exist although they hold nothing. Those in
+    `without_checkpoint` are left out: nothing is loaded into them.
 
     Raises:
         PlanMismatch: a parameter is not contiguous, has no memory, or shares a part of it with another tensor.
     """
 
-    def __init__(self, model: torch.nn.Module, without_memory: Container[str] = ()) -> None:
-        self._order = _blocks_of(model, without_memory)
+    def __init__(
+        self, model: torch.nn.Module, *, without_memory: Container[str] = (), without_checkpoint: Container[str] = ()
+    ) -> None:
+        self._order = _blocks_of(model, without_memory, without_checkpoint)
         self._by_storage = {_storage_of(b.tensor): b for b in self._order if b.tensor.device.type == "meta"}
         held = [b for b in self._order if b.last > b.first and b.tensor.device.type != "meta"]
         self._sorted = sorted(held, key=lambda b: b.first)
@@ -142,18 +145,23 @@ def _storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _blocks_of(model: torch.nn.Module, without_memory: Container[str]) -> list[Block]:
+def _blocks_of(
+    model: torch.nn.Module, without_memory: Container[str], without_checkpoint: Container[str]
+) -> list[Block]:
     blocks: list[Block] = []
     problems: list[str] = []
     known: set[tuple[int, int]] = set()
     tensors = [(True, name, tensor) for name, tensor in model.named_parameters()]
-    tensors += [(False, name, tensor) for name, tensor in model.named_buffers() if tensor.device.type != "meta"]
+    tensors += [(False, name, tensor) for name, tensor in model.named_buffers()]
     for is_param, name, tensor in tensors:
+        module = name.rpartition(".")[0]
+        if module in without_checkpoint:
+            continue
         if tensor.device.type == "meta":
-            if name.rpartition(".")[0] in without_memory:
+            if module in without_memory:
                 extent_bytes = tensor.numel() * tensor.element_size()
                 blocks.append(Block(first=0, last=extent_bytes, name=name, tensor=tensor, is_param=is_param))
-            else:
+            elif is_param:
                 problems.append(f"{name} {tuple(tensor.shape)} has no memory (meta device)")
             continue
         if not tensor.is_contiguous():

@@ -1,96 +1,93 @@
-"""Modules whose live weights are not what a checkpoint holds: they receive whole tensors and are loaded again.
+"""Modules whose live weights are not what a checkpoint holds: fp8 with scales, packed or shuffled layouts, MLA.
 
-Some engines keep something else than what their loaders fill: fp8 weights with scales, packed or shuffled layouts. For
-such a module the whole checkpoint tensors that its loader reads travel instead, as *virtual parameters* named
-`ws_fallback/<checkpoint name>`. To the planner, the transports, leases and digests they are parameters like any other.
-At the commit, after the direct copies:
+Such a module is derived again at every commit, in memory of its own; the result is copied into the live tensors:
 
-    arrived runs ─> bucket: whole tensors, whole modules ─> engine's loader, post-processing ─> live tensors, in place
+    arrived runs ─> block ─> parameters in checkpoint format ─> the engine's post-processing ─> live tensors, in place
 
-A loader may keep views of the tensors that it was given until its module is complete, so memory that is used again too
-early corrupts weights without an error. Hence a bucket holds only complete modules, and is filled again only after the
-engine has finished with every module in it.
+To planner and transports its parameters are parameters like any other, *virtual* ones: `ws_reload/<engine parameter>`
+is this worker's shard of a parameter as the loader fills it. Only where a loader computes with values do whole
+checkpoint tensors travel (`ws_whole/<checkpoint tensor>`), and the loader runs again.
+
+Captured graphs read the live tensors, so none may move. Everything else that post-processing made may keep memory of
+its own: it is never taken from the block, which the next bucket overwrites.
 """
 
 from __future__ import annotations
 
+import types
 from collections import defaultdict
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from weight_sync.errors import PlanMismatch, WeightSyncError
-from weight_sync.plan.checks import DTYPE_BYTES
-from weight_sync.plan.geometry import row_major_strides
-from weight_sync.plan.types import RecordedCopy
+from weight_sync.errors import PlanMismatch
+from weight_sync.plan.types import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from weight_sync.device.base import Backend, PersistentBlock
-    from weight_sync.plan.types import ParamMeta, Run
+    from weight_sync.device.base import Backend
+    from weight_sync.plan.types import EngineParam, Run
 
 
-VIRTUAL_PREFIX = "ws_fallback/"
+SHARD_PREFIX, WHOLE_PREFIX = "ws_reload/", "ws_whole/"
+VIRTUAL_PREFIXES = (SHARD_PREFIX, WHOLE_PREFIX)
 """Names of virtual parameters begin so; no module path can contain a slash."""
-BUCKET_BYTES = 512 << 20
-"""Small groups are reloaded together up to this size: every call of a model's loader walks all its parameters."""
-TENSOR_ALIGN_BYTES = 256
+BUCKET_BYTES = 64 << 20
+"""Small modules are derived together up to this size; the block is as large as the largest bucket."""
+ALIGN_BYTES = 256
 
 
 class Reloader(Protocol):
-    """An engine's own way to load modules of a live model again."""
+    """An engine's own way from checkpoint tensors to live ones."""
 
     def checkpoint_tensors(self, module: torch.nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Parameters as the module's loader fills them, by attribute name (`meta`); None if that is not known."""
         ...
 
-    def checkpoint_format(self, modules: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-        """Inside the block these modules hold `checkpoint_tensors`; afterwards their live tensors again."""
+    def restore_format(self, module: torch.nn.Module) -> None:
+        """Give the module `checkpoint_tensors` for parameters; the caller puts the live ones back."""
+        ...
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Run the model's loader."""
         ...
 
     def post_process(self, module: torch.nn.Module) -> bool:
         """What the engine does with a module once its weights are loaded. False if there is nothing to do."""
         ...
 
-    def reload(self, modules: Sequence[torch.nn.Module], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load, post-process and write the result into the live tensors in place. `weights` complete every module."""
+    def known_derived(self) -> Mapping[str, str]:
+        """Path of modules that are derived, whether or not a trial shows it -> why."""
+        ...
+
+    def dependents(self) -> Mapping[str, torch.nn.Module]:
+        """Modules by path whose post-processing derives tensors from weights of other modules (MLA)."""
         ...
 
 
 class ReloadedModule(NamedTuple):
-    """A module that goes through its loader."""
+    """A module that is derived again at every commit."""
 
     module: str
     why: str
-    tensors: tuple[str, ...]
-    """Checkpoint tensors that its loader reads, in checkpoint order."""
+    params: tuple[EngineParam, ...]
+    """Its virtual parameters: shards of its own ones, or whole checkpoint tensors in checkpoint order."""
+
+    @property
+    def is_whole(self) -> bool:
+        return any(param.name.startswith(WHOLE_PREFIX) for param in self.params)
 
 
-class ReloadGroup(NamedTuple):
-    """Modules that must be loaded together, because they read the same tensors."""
+class Reloads(NamedTuple):
+    """What recording found out about an engine, for `ModuleReload`."""
 
-    modules: tuple[str, ...]
-    tensors: tuple[str, ...]
-
-
-def virtual_name(checkpoint_name: str) -> str:
-    """Name of the virtual parameter that carries a whole checkpoint tensor."""
-    return VIRTUAL_PREFIX + checkpoint_name
-
-
-def whole_copy(meta: ParamMeta) -> RecordedCopy:
-    """A whole checkpoint tensor into its virtual parameter."""
-    return RecordedCopy(
-        src_param=meta.name,
-        src_start=(0,) * len(meta.shape),
-        src_size=meta.shape,
-        dst_param=virtual_name(meta.name),
-        dst_offset=0,
-        dst_stride=row_major_strides(meta.shape),
-    )
+    model: torch.nn.Module
+    reloader: Reloader
+    modules: tuple[ReloadedModule, ...]
 
 
 def module_of(parameter_name: str) -> str:
@@ -98,261 +95,47 @@ def module_of(parameter_name: str) -> str:
     return parameter_name.rpartition(".")[0]
 
 
-def grouped(reloaded: Sequence[ReloadedModule]) -> tuple[ReloadGroup, ...]:
-    """Join modules that share a tensor, directly or through others; every tensor is then loaded exactly once. Pure."""
-    leader = {entry.module: entry.module for entry in reloaded}
-
-    def find(module: str) -> str:
-        while leader[module] != module:
-            module = leader[module]
-        return module
-
-    reader: dict[str, str] = {}
-    for entry in reloaded:
-        for tensor in entry.tensors:
-            leader[find(entry.module)] = find(reader.setdefault(tensor, entry.module))
-    members: defaultdict[str, list[ReloadedModule]] = defaultdict(list)
-    for entry in reloaded:
-        members[find(entry.module)].append(entry)
-    return tuple(_joined(entries) for entries in members.values())
-
-
-def bucketed(groups: Sequence[ReloadGroup], sizes: Mapping[str, int], *, max_bytes: int) -> tuple[ReloadGroup, ...]:
-    """Neighbouring groups joined while they fit into `max_bytes`; a larger group gets a bucket of its own. Pure.
-
-    Args:
-        sizes: bytes of each tensor.
-    """
-    buckets: list[ReloadGroup] = []
-    filled = 0
-    for group in groups:
-        nbytes = sum(sizes[name] for name in group.tensors)
-        if buckets and filled + nbytes <= max_bytes:
-            last = buckets[-1]
-            buckets[-1] = ReloadGroup(last.modules + group.modules, last.tensors + group.tensors)
-        else:
-            buckets.append(group)
-            filled = 0
-        filled += nbytes
-    return tuple(buckets)
-
-
-def decision_lines(direct: Sequence[str], reloaded: Sequence[ReloadedModule]) -> tuple[str, ...]:
-    """What the self-test decided, one line per kind of module: layers that differ only in their number share one."""
+def decision_lines(
+    direct: Iterable[str], reloaded: Iterable[ReloadedModule], dependents: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """How modules are written and why, one line per kind: layers that differ only in their number share one."""
     kinds: defaultdict[tuple[str, str], int] = defaultdict(int)
     for module in direct:
         kinds[_pattern(module), "direct (its loader's copies cover it exactly once)"] += 1
     for entry in reloaded:
-        kinds[_pattern(entry.module), f"fallback ({entry.why})"] += 1
+        kinds[
+            _pattern(entry.module), f"reload of {'whole tensors' if entry.is_whole else 'its shard'} ({entry.why})"
+        ] += 1
+    for module in dependents:
+        kinds[_pattern(module), "derived again from other modules' weights"] += 1
     return tuple(f"{pattern} x{count}: {decision}" for (pattern, decision), count in kinds.items())
-
-
-class Tensors(NamedTuple):
-    """One bucket, ready to be reloaded."""
-
-    modules: tuple[torch.nn.Module, ...]
-    names: tuple[str, ...]
-    """Paths of `modules`."""
-    weights: tuple[tuple[str, torch.Tensor], ...]
-    """Checkpoint name -> tensor in the bucket."""
-    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """(bytes of the bucket, bytes that arrived); empty if runs arrive in the bucket itself."""
-
-
-class Fallback:
-    """The virtual parameters of one worker for one epoch. Everything is allocated here; `reload` allocates nothing.
-
-    What the engine itself allocates while it post-processes a module is its own affair.
-    """
-
-    def __init__(self, backend: Backend, reloader: Reloader, *, block: PersistentBlock, buckets: Sequence[Tensors]):
-        self.nbytes = block.nbytes
-        self._backend = backend
-        self._reloader = reloader
-        self._block = block
-        self._buckets = tuple(buckets)
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Paths of all modules that are reloaded."""
-        return tuple(name for bucket in self._buckets for name in bucket.names)
-
-    def reload(self) -> None:
-        """Bring what arrived into the live modules. Queued on the current stream where the device has streams.
-
-        Raises:
-            WeightSyncError: a live tensor moved; whoever captured its address would read old weights.
-        """
-        for bucket in self._buckets:
-            self._fill(bucket)
-            self._load(bucket, bucket.weights)
-
-    def verify(self) -> list[str]:
-        """Load every bucket once more from tensors of their own; the modules that differ from what `reload` left.
-
-        Needs what arrived for the live version, so call it before the next prefetch. Costs one bucket of memory.
-        """
-        wrong: list[str] = []
-        for bucket in self._buckets:
-            left = [_tensors_of(module) for module in bucket.modules]
-            bits = [{name: _bits(tensor).clone() for name, tensor in tensors.items()} for tensors in left]
-            self._fill(bucket)
-            self._load(bucket, [(name, tensor.clone()) for name, tensor in bucket.weights])
-            for name, tensors, before in zip(bucket.names, left, bits, strict=True):
-                if any(not torch.equal(_bits(tensor), before[key]) for key, tensor in tensors.items()):
-                    wrong.append(name)
-        return wrong
-
-    def close(self) -> None:
-        """Free the buckets. Idempotent."""
-        self._block.close()
-
-    def _fill(self, bucket: Tensors) -> None:
-        for target, arrived in bucket.copies:
-            self._backend.copy_async(target, arrived)
-
-    def _load(self, bucket: Tensors, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        before = [_addresses(module) for module in bucket.modules]
-        self._reloader.reload(bucket.modules, weights)
-        for name, module, old in zip(bucket.names, bucket.modules, before, strict=True):
-            moved = [key for key, address in _addresses(module).items() if old.get(key) != address]
-            if moved or len(_addresses(module)) != len(old):
-                raise WeightSyncError(
-                    f"reloading {name} moved or dropped {', '.join(moved) if moved else 'tensors'}; captured graphs "
-                    "hold the old addresses, so this engine must be restarted"
-                )
-
-
-def sizes_of(params: Sequence[ParamMeta]) -> dict[str, int]:
-    """Bytes of each checkpoint tensor, as it travels."""
-    return {meta.name: prod(meta.shape) * DTYPE_BYTES[meta.dtype] for meta in params}
-
-
-class BucketPlan(NamedTuple):
-    """Where every virtual parameter lies in the block of buckets."""
-
-    buckets: tuple[ReloadGroup, ...]
-    offsets: Mapping[str, int]
-    """Checkpoint name -> byte offset."""
-    nbytes: int
-
-
-def plan_buckets(
-    reloaded: Sequence[ReloadedModule], params: Sequence[ParamMeta], *, is_staged: bool, max_bytes: int
-) -> BucketPlan:
-    """Staged, runs wait in the shadow and one bucket serves all groups in turn; in place, each has its own. Pure."""
-    sizes = sizes_of(params)
-    buckets = bucketed(grouped(reloaded), sizes, max_bytes=max_bytes)
-    offsets: dict[str, int] = {}
-    end = largest = 0
-    for bucket in buckets:
-        end = 0 if is_staged else end
-        for name in bucket.tensors:
-            offsets[name] = end
-            end += -(-sizes[name] // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES
-        largest = max(largest, end)
-    return BucketPlan(buckets, offsets, largest)
-
-
-def virtual_bytes(plan: BucketPlan, params: Sequence[ParamMeta], block: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Virtual parameter -> uint8 view of its place in the block."""
-    sizes = sizes_of(params)
-    return {virtual_name(name): block[at : at + sizes[name]] for name, at in plan.offsets.items()}
-
-
-def bind_buckets(
-    plan: BucketPlan,
-    *,
-    model: torch.nn.Module,
-    params: Sequence[ParamMeta],
-    views: Mapping[str, torch.Tensor],
-    arrivals: Sequence[tuple[Run, torch.Tensor]],
-) -> tuple[Tensors, ...]:
-    """Attach a plan to memory.
-
-    Args:
-        views: `virtual_bytes`.
-        arrivals: runs of virtual parameters that land elsewhere first, with the place where they do.
-
-    Raises:
-        PlanMismatch: the model has no such module.
-    """
-    modules, metas = dict(model.named_modules()), {meta.name: meta for meta in params}
-    missing = [name for bucket in plan.buckets for name in bucket.modules if name not in modules]
-    if missing:
-        raise PlanMismatch(f"the engine has no modules {missing}; it changed after the layout was recorded")
-    copies: defaultdict[str, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-    for run, arrived in arrivals:
-        target = views[run.dst_param][run.dst_off : run.dst_off + run.nbytes]
-        copies[run.dst_param.removeprefix(VIRTUAL_PREFIX)].append((target, arrived))
-    return tuple(
-        Tensors(
-            modules=tuple(modules[name] for name in bucket.modules),
-            names=bucket.modules,
-            weights=tuple((name, _typed(views[virtual_name(name)], metas[name])) for name in bucket.tensors),
-            copies=tuple(pair for name in bucket.tensors for pair in copies[name]),
-        )
-        for bucket in plan.buckets
-    )
-
-
-def _typed(data: torch.Tensor, meta: ParamMeta) -> torch.Tensor:
-    return data.view(getattr(torch, meta.dtype)).view(meta.shape)
-
-
-def _joined(entries: Sequence[ReloadedModule]) -> ReloadGroup:
-    tensors = dict.fromkeys(name for entry in entries for name in entry.tensors)
-    return ReloadGroup(tuple(entry.module for entry in entries), tuple(tensors))
 
 
 def _pattern(module: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in module.split(".")) if module else "the model itself"
 
 
-def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The module's own parameters and buffers that hold something."""
-    named = [*module._parameters.items(), *module._buffers.items()]
-    return {name: tensor for name, tensor in named if tensor is not None and tensor.numel()}
-
-
-def _addresses(module: torch.nn.Module) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in _tensors_of(module).items()}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor of any strides, in logical order."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+# Which modules are derived
 
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-_MARKS = frozenset({*_REGISTRIES, "_already_called_process_weights_after_loading"})
-"""Attributes that are compared apart, or only say that processing took place."""
-_DEPTH = 3
+_NOT_COMPARED = frozenset({*_REGISTRIES, "_already_called_process_weights_after_loading"})
+"""Attributes that are looked at apart, or only say that processing took place."""
+_DEPTH = 5
 """How far objects that post-processing left behind are compared."""
 _PROCESSING_ERRORS = (AssertionError, AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 def derived_modules(model: torch.nn.Module, reloader: Reloader) -> dict[str, str]:
-    """Path of each module whose live state is derived from what its loader writes -> why we think so.
-
-    Raises:
-        PlanMismatch: a module depends on others in a way that the engine's reload does not follow.
-    """
+    """Path of each module whose live state is more than what its loader writes -> why we think so."""
     found: dict[str, str] = {}
+    dependents = reloader.dependents()
     for name, module in model.named_modules():
-        live = _own(module)
-        if not live:
-            continue
-        expected = reloader.checkpoint_tensors(module)
-        why = "" if expected is None else _other_format(live, expected)
-        why = why if why or expected is None else _processed(module, reloader)
-        if why:
+        live = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
+        expected = reloader.checkpoint_tensors(module) if live and name not in dependents else None
+        if expected is not None and (why := _other_format(live, expected) or _trial(module, reloader)):
             found[name] = why
-    return found
-
-
-def _own(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    return found | dict(reloader.known_derived())
 
 
 def _other_format(live: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str:
@@ -371,101 +154,366 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{layout}"
 
 
-def _processed(module: torch.nn.Module, reloader: Reloader) -> str:
-    """Why post-processing is more than nothing; "" if it is nothing."""
-    state, registries = dict(vars(module)), {name: vars(module)[name].copy() for name in _REGISTRIES}
-    method: Any = getattr(module, "quant_method", None)
-    method_state = dict(vars(method)) if hasattr(method, "__dict__") else {}
-    given: dict[str, torch.Tensor] = {}
+def _trial(module: torch.nn.Module, reloader: Reloader) -> str:
+    """Why post-processing, tried on random values, is more than nothing; "" if it is nothing."""
     try:
-        for name, tensor in _own(module).items():
-            module._parameters[name] = _random_twin(tensor)  # pyright: ignore[reportArgumentType]
-            given[name] = module._parameters[name].detach().clone()  # pyright: ignore[reportOptionalMemberAccess]
-        if not reloader.post_process(module):
-            return ""
-        return _difference(module, given, state, registries["_buffers"])
+        with _Sandbox.around([module]) as (sandbox,):
+            for name, tensor in module._parameters.items():
+                if tensor is not None:
+                    module._parameters[name] = _randomised(_twin(tensor))  # pyright: ignore[reportArgumentType]
+            given = sandbox.state(copied=True)
+            return _difference(given, sandbox.state()) if reloader.post_process(module) else ""
     except torch.OutOfMemoryError:
         return "there is no memory to try its post-processing on a copy"
     except _PROCESSING_ERRORS as error:
         return f"its post-processing of a copy failed: {type(error).__name__}: {error}"
-    finally:
-        vars(module).clear()
-        vars(module).update(state)
-        for name, content in registries.items():
-            registry = vars(module)[name]
-            registry.clear()
-            registry.update(content)
-        if method_state:
-            vars(method).clear()
-            vars(method).update(method_state)
 
 
-def _random_twin(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor of the same class, attributes, shape and strides, with random finite values."""
-    twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        twin.normal_()
-    elif twin.numel():
-        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        raw.set_(twin.untyped_storage(), 0, (twin.untyped_storage().nbytes(),), (1,)).random_(0, 2)
+def _difference(given: _State, now: _State) -> str:
+    if given[0].keys() != now[0].keys():
+        return f"post-processing turns {', '.join(given[0])} into {', '.join(now[0])}"
+    for name, tensor in now[0].items():
+        if tensor is not None and _described(tensor) != _described(given[0][name]):
+            return f"post-processing turns {name} into {_described(tensor)}"
+        if not _is_same(given[0][name], tensor):
+            return f"post-processing rearranges or scales {name}"
+    for old, new in zip(given[1:], now[1:], strict=True):
+        for name, value in new.items():
+            if not _is_same(old.get(name), value):
+                return f"post-processing keeps something of the weights in {name}"
+    return ""
+
+
+# What post-processing leaves behind
+
+
+_State = list[dict[str, Any]]
+"""Parameters, buffers and attributes of a module, then the attributes of each object that processes weights for it."""
+
+
+class _Sandbox:
+    """What post-processing of a module may replace, to be put back."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        owners: list[Any] = [module]
+        for owner in owners:  # grows
+            for value in vars(owner).values():
+                is_one = hasattr(type(value), "process_weights_after_loading") and hasattr(value, "__dict__")
+                if is_one and not isinstance(value, torch.nn.Module) and all(value is not known for known in owners):
+                    owners.append(value)
+        self.module = module
+        self._live: _State = [module._parameters, module._buffers, *map(vars, owners)]
+        self._kept = [values.copy() for values in self._live]
+        self._registries = {name: vars(module)[name].copy() for name in _REGISTRIES}
+        self.before = self.state()
+
+    @classmethod
+    @contextmanager
+    def around(cls, modules: Sequence[torch.nn.Module]) -> Iterator[tuple[_Sandbox, ...]]:
+        """Whatever happens inside, the modules hold what they held before."""
+        with torch.inference_mode(False), torch.no_grad(), ExitStack() as undo:
+            sandboxes = tuple(map(cls, modules))
+            for sandbox in sandboxes:
+                undo.callback(sandbox.put_back)
+            yield sandboxes
+
+    def state(self, *, copied: bool = False) -> _State:
+        """What is there now. `copied`: tensors of the module are copies, for it to work on the ones it has."""
+        found = [{key: value for key, value in owner.items() if key not in _NOT_COMPARED} for owner in self._live]
+        for tensors in found[:2] if copied else ():
+            tensors.update({key: value.detach().clone() for key, value in tensors.items() if value is not None})
+        return found
+
+    def put_back(self) -> None:
+        for held, kept in zip(self._live, self._kept, strict=True):
+            held.clear()
+            held.update(kept)
+        for name, content in self._registries.items():
+            held = vars(self.module)[name]
+            held.clear()
+            held.update(content)
+
+    def write(self, after: _State, name: str) -> None:
+        """Bring what post-processing made into the tensors that were there before.
+
+        Raises:
+            PlanMismatch: a tensor is there no more, or has another shape or dtype.
+        """
+        if lost := sorted(self.before[0].keys() ^ after[0].keys()):
+            raise PlanMismatch(f"{name} has other parameters than before: {', '.join(lost)}; restart the engine")
+        for live, old, new in zip(self._live, self.before, after, strict=True):
+            for key, value in new.items():
+                is_whole = True
+                for left, right in _pairs(old.get(key), value):
+                    if left is None or right is None:
+                        is_whole = False
+                        continue
+                    if _laid_out(left) != _laid_out(right):
+                        raise PlanMismatch(
+                            f"{name}: {key} is {_described(left)}, made again it is {_described(right)}; captured "
+                            "graphs hold the old one, so this engine must be restarted"
+                        )
+                    left.copy_(right)
+                    right.data = left.data  # also whatever else holds `right` reads the live memory from now on
+                if not is_whole:
+                    live[key] = value
+
+
+def _laid_out(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return all(a is not None and b is not None and _same_bits(a, b) for a, b in _pairs(old, new))
+
+
+def _pairs(old: Any, new: Any, depth: int = _DEPTH) -> Iterator[tuple[torch.Tensor, torch.Tensor] | tuple[None, None]]:
+    """Tensors in `old` with those in their place in `new`; (None, None) for anything else that differs."""
+    if old is new:
+        return
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        yield old, new
+        return
+    parts = _parts(old), _parts(new)
+    if type(old) is not type(new) or depth == 0 or parts[0] is None or parts[1] is None:
+        is_plain = isinstance(new, (int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
+        if not (is_plain and type(old) is type(new) and old == new):
+            yield None, None
+    elif parts[0].keys() != parts[1].keys():
+        yield None, None
+    else:
+        for key, part in parts[0].items():
+            yield from _pairs(part, parts[1][key], depth - 1)
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """What a value is made of; None for one that cannot be looked into."""
+    match value:
+        case int() | float() | complex() | str() | bytes():
+            return None
+        case tuple() | list():
+            return dict(enumerate(value))
+        case dict():
+            return value
+        case types.MethodType():
+            return {"self": value.__self__, "function": value.__func__}
+        case types.FunctionType():
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return {"code": value.__code__, "cells": cells, "defaults": (value.__defaults__, value.__kwdefaults__)}
+        case partial():
+            return {"function": value.func, "args": value.args, "keywords": value.keywords}
+        case _:
+            # One that frees something may hold its address in a tensor, as vLLM's handlers of oneDNN do.
+            is_closed = isinstance(value, type) or hasattr(type(value), "__del__") or not hasattr(value, "__dict__")
+            return None if is_closed else vars(value)
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return _laid_out(left) == _laid_out(right) and torch.equal(_bits(left), _bits(right))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor of any strides, in logical order."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _twin(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Another tensor of the same class, attributes, shape and strides: zeros."""
+    device = tensor.device if device is None else device
+    twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    _stored(twin).zero_()
     twin.__class__ = tensor.__class__
     vars(twin).update(vars(tensor))
     return twin
 
 
-def _difference(
-    module: torch.nn.Module,
-    given: Mapping[str, torch.Tensor],
-    state: Mapping[str, Any],
-    buffers: Mapping[str, torch.Tensor | None],
-) -> str:
-    now = _own(module)
-    if now.keys() != given.keys():
-        return f"post-processing turns {', '.join(given)} into {', '.join(now)}"
-    for name, tensor in now.items():
-        if _described(tensor) != _described(given[name]):
-            return f"post-processing turns {name} into {_described(tensor)}"
-        if not _same_bits(tensor, given[name]):
-            return f"post-processing rearranges or scales {name}"
-    for name, buffer in module._buffers.items():
-        before = buffers.get(name)
-        if buffer is not before and (buffer is None or before is None or not _same_bits(buffer, before)):
-            return f"post-processing derives {name}"
-    for name, value in vars(module).items():
-        if name not in _MARKS and not _same(state.get(name), value, _DEPTH):
-            return f"post-processing keeps something of the weights in {name}"
-    return ""
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor's storage."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _same(old: Any, new: Any, depth: int) -> bool:
-    """Whether two values that post-processing left behind are the same but for their identity."""
-    if old is new:
-        return True
-    if type(old) is not type(new):
-        return False
-    if isinstance(new, torch.Tensor):
-        return _same_bits(new, old)
-    if isinstance(new, (int, float, str, bytes, torch.dtype, torch.device, torch.Size)):
-        return bool(old == new)
-    if depth == 0:
-        return False
-    if isinstance(new, (tuple, list)):
-        return len(old) == len(new) and all(_same(a, b, depth - 1) for a, b in zip(old, new, strict=True))
-    if isinstance(new, dict):
-        return old.keys() == new.keys() and all(_same(old[key], new[key], depth - 1) for key in new)
-    if hasattr(new, "__code__"):
-        return old.__code__ is new.__code__ and _same(_captured(old), _captured(new), depth - 1)
-    return hasattr(new, "__dict__") and _same(vars(old), vars(new), depth - 1)
+def _randomised(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        tensor.data.normal_()
+    elif tensor.numel():
+        _stored(tensor).random_(0, 2)
+    return tensor
 
 
-def _captured(function: Any) -> list[Any]:
-    """What a function brings along: the values of its closure and its defaults."""
-    cells = [] if function.__closure__ is None else [cell.cell_contents for cell in function.__closure__]
-    return [*cells, function.__defaults__, function.__kwdefaults__]
+# The reload of an epoch
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype or left.device != right.device:
-        return False
-    a, b = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (left, right))
-    return torch.equal(a, b)
+class Bucket(NamedTuple):
+    """Modules that are derived together: a loader that runs again must find all that reads its tensors."""
+
+    modules: tuple[str, ...]
+    params: tuple[EngineParam, ...]
+
+
+def sizes_of(params: Iterable[EngineParam]) -> dict[str, int]:
+    """Bytes of each parameter."""
+    return {param.name: prod(param.shape) * DTYPE_BYTES[param.dtype] for param in params}
+
+
+def bucketed(reloaded: Iterable[ReloadedModule], *, max_bytes: int) -> tuple[Bucket, ...]:
+    """Modules that share a tensor come together; others join while they fit into `max_bytes`. Pure."""
+    groups: list[Bucket] = []
+    for entry in reloaded:
+        names = {param.name for param in entry.params}
+        sharing = [group for group in groups if names & {param.name for param in group.params}]
+        groups = [group for group in groups if group not in sharing]
+        groups.append(_joined([*sharing, Bucket((entry.module,), entry.params)]))
+    buckets: list[Bucket] = []
+    for group in groups:
+        if buckets and sum(sizes_of((*buckets[-1].params, *group.params)).values()) <= max_bytes:
+            buckets[-1] = _joined([buckets[-1], group])
+        else:
+            buckets.append(group)
+    return tuple(buckets)
+
+
+def _joined(buckets: Sequence[Bucket]) -> Bucket:
+    params = {param.name: param for bucket in buckets for param in bucket.params}
+    return Bucket(tuple(name for bucket in buckets for name in bucket.modules), tuple(params.values()))
+
+
+class ModuleReload:
+    """The virtual parameters of one worker for one epoch, and the way from them to live tensors.
+
+    The block is allocated here. What is derived is in memory of torch's; what the engine needs meanwhile is its affair.
+    """
+
+    def __init__(
+        self, reloads: Reloads, backend: Backend, *, arrivals: Sequence[tuple[Run, torch.Tensor]] | None
+    ) -> None:
+        """
+        Args:
+            arrivals: runs of virtual parameters with the place where they arrive; None if they are to arrive in
+                `views`, so that the block must hold all of them at a time.
+
+        Raises:
+            PlanMismatch: the model has no such module.
+            DeviceError: there is no memory for the block.
+        """
+        self._reloader = reloads.reloader
+        self._buckets = bucketed(reloads.modules, max_bytes=BUCKET_BYTES)
+        modules = dict(reloads.model.named_modules())
+        if missing := [entry.module for entry in reloads.modules if entry.module not in modules]:
+            raise PlanMismatch(f"the engine has no modules {missing}; it changed after the layout was recorded")
+        self._modules = {entry.module: modules[entry.module] for entry in reloads.modules}
+        self._dependents = dict(reloads.reloader.dependents())
+        places: dict[str, tuple[int, int]] = {}
+        end = largest = 0
+        for bucket in self._buckets:
+            end = end if arrivals is None else 0
+            for name, size in sizes_of(bucket.params).items():
+                places[name] = end, size
+                end += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+            largest = max(largest, end)
+        self._device = next(param.device for param in reloads.model.parameters())
+        self._block = backend.alloc_persistent(largest) if largest else None
+        self.views: dict[str, torch.Tensor] = {}
+        if self._block is not None:
+            self.views = {name: self._block.tensor[at : at + size] for name, (at, size) in places.items()}
+        """Bytes of each virtual parameter in the block."""
+        self._fills: list[Callable[[], None]] = []
+        for bucket in self._buckets if arrivals is not None else ():
+            names = {param.name for param in bucket.params}
+            pairs = [
+                (self.views[run.dst_param][run.dst_off : run.dst_off + run.nbytes], arrived)
+                for run, arrived in arrivals or ()
+                if run.dst_param in names
+            ]
+            self._fills.append(backend.copy_batch(pairs))
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._block is None else self._block.nbytes
+
+    def reload(self) -> None:
+        """Derive everything anew and write it into the live tensors. Queued on the current stream where there is one.
+
+        Raises:
+            PlanMismatch: a tensor came out in another shape or dtype; the engine must be restarted.
+        """
+        for derived in self._derived():
+            for name, sandbox, after in derived:
+                with torch.inference_mode(False), torch.no_grad():
+                    sandbox.write(after, name)
+
+    def verify(self) -> list[str]:
+        """Derive everything once more; names the modules that hold something else. Nothing is written.
+
+        Needs what arrived for the live version, so call it before the next prefetch.
+        """
+        return [
+            name
+            for derived in self._derived()
+            for name, sandbox, after in derived
+            if not all(
+                left is None or _same_bits(left, right)
+                for old, new in zip(sandbox.before, after, strict=True)
+                for key, value in new.items()
+                for left, right in _pairs(old.get(key), value)
+                if right is not None
+            )
+        ]
+
+    def close(self) -> None:
+        """Free the block. Idempotent."""
+        if self._block is not None:
+            self._block.close()
+
+    def _derived(self) -> Iterator[list[tuple[str, _Sandbox, _State]]]:
+        """Bucket by bucket, then the dependents: what post-processing makes of what arrived."""
+        for index, bucket in enumerate(self._buckets):
+            if self._fills:
+                self._fills[index]()
+            yield self._derive({name: self._modules[name] for name in bucket.modules}, bucket.params)
+        for name, module in self._dependents.items():
+            yield self._derive({name: module}, ())
+
+    def _derive(
+        self, modules: Mapping[str, torch.nn.Module], params: Sequence[EngineParam]
+    ) -> list[tuple[str, _Sandbox, _State]]:
+        found: list[tuple[str, _Sandbox, _State]] = []
+        with _Sandbox.around(list(modules.values())) as sandboxes:
+            for name, module in modules.items():
+                if name not in self._dependents:
+                    self._reloader.restore_format(module)
+                self._fill(name, module)
+            whole = [param for param in params if param.name.startswith(WHOLE_PREFIX)]
+            if whole:
+                self._reloader.load((param.name.removeprefix(WHOLE_PREFIX), self._typed(param)) for param in whole)
+            for (name, module), sandbox in zip(modules.items(), sandboxes, strict=True):
+                self._reloader.post_process(module)
+                found.append((name, sandbox, sandbox.state()))
+        return found
+
+    def _fill(self, path: str, module: torch.nn.Module) -> None:
+        """Put tensors of their own in the place of all that the module holds, with the shards that arrived."""
+        for registry in (module._parameters, module._buffers):
+            for key, tensor in registry.items():
+                if tensor is None:
+                    continue
+                twin = _twin(tensor, self._device if tensor.is_meta else None)
+                arrived = self.views.get(f"{SHARD_PREFIX}{path}.{key}" if path else SHARD_PREFIX + key)
+                if arrived is not None:
+                    _stored(twin).copy_(arrived)
+                elif not tensor.is_meta:
+                    twin.data.copy_(tensor)
+                registry[key] = twin  # pyright: ignore[reportArgumentType]
+
+    def _typed(self, param: EngineParam) -> torch.Tensor:
+        return self.views[param.name].clone().view(getattr(torch, param.dtype)).view(param.shape)
+
+
+@contextmanager
+def checkpoint_format(model: torch.nn.Module, names: Iterable[str], reloader: Reloader) -> Iterator[None]:
+    """Inside the block the named modules hold what their loaders fill, without memory."""
+    modules = dict(model.named_modules())
+    with _Sandbox.around([modules[name] for name in names]) as sandboxes:
+        for sandbox in sandboxes:
+            reloader.restore_format(sandbox.module)
+        yield

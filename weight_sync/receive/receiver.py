@@ -45,9 +45,10 @@ from weight_sync.messages import (
     encode,
 )
 from weight_sync.node import node_id, reachable_host
+from weight_sync.receive.quantized import Reloads
 from weight_sync.receive.recorder import Recorded, record
 from weight_sync.receive.sources import Deadline, Host, Pulled, ReceiverEpoch, open_epoch
-from weight_sync.receive.staging import Reloads, parameter_bytes
+from weight_sync.receive.staging import parameter_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -158,7 +159,6 @@ class WeightReceiver:
         self._backend = backend
         self._worker = worker
         self._reloader = reloader
-        self._params: tuple[ParamMeta, ...] = ()
         self._recorded: Recorded | None = None
         self._clock = clock
         device = next((p.device for p in model.parameters()), torch.device(backend.torch_device))
@@ -188,7 +188,6 @@ class WeightReceiver:
 
     def bake(self, params: Sequence[ParamMeta]) -> WorkerLayout:
         """Let the engine's own loader show where every checkpoint element lands. Writes nothing."""
-        self._params = tuple(params)
         self._recorded = record(self._model, params, worker=self._worker, reloader=self._reloader)
         return self._recorded.layout
 
@@ -203,7 +202,7 @@ class WeightReceiver:
         """
         self.close()
         started = self._clock()
-        epoch = open_epoch(request, self._host, reloads=self._reloads(), params=self._params)
+        epoch = open_epoch(request, self._host, reloads=self._reloads())
         try:
             epoch.reach_all(deadline_s=request.deadline_s)
             host = reachable_host() if request.host is None else request.host

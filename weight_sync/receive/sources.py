@@ -46,7 +46,7 @@ from weight_sync.messages import (
 from weight_sync.node import node_id, reachable_host
 from weight_sync.plan.agreement import open_pull
 from weight_sync.receive.relay import RelayEnds
-from weight_sync.receive.staging import Landing, Reloads, Residence, build_landing, parameter_bytes
+from weight_sync.receive.staging import Landing, Residence, build_landing, parameter_bytes
 from weight_sync.transports.base import OnArrived, Piece, ReceiverEnd
 from weight_sync.transports.select import Reach
 
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
     from weight_sync.device.base import Backend
     from weight_sync.messages import LinkRequest, OpenReceiver, PublisherInfo, RelayHandle, Request
-    from weight_sync.plan.types import ParamMeta, PullPlan
+    from weight_sync.plan.types import PullPlan
+    from weight_sync.receive.quantized import Reloads
 
 
 SILENCE_S = 10.0
@@ -246,10 +247,8 @@ class Host:
             self.backend.set_device(self.device.index)
 
 
-def open_epoch(
-    request: OpenReceiver, host: Host, *, reloads: Reloads | None = None, params: Sequence[ParamMeta] = ()
-) -> ReceiverEpoch:
-    """Prove this worker's part of the plan and prepare every copy. `params` as recorded, for `reloads`.
+def open_epoch(request: OpenReceiver, host: Host, *, reloads: Reloads | None = None) -> ReceiverEpoch:
+    """Prove this worker's part of the plan and prepare every copy.
 
     Raises:
         PlanMismatch: the plan is damaged, learners have another, or a run does not fit the parameters.
@@ -266,7 +265,7 @@ def open_epoch(
     if missing:
         raise PlanMismatch(f"worker {host.worker} reads from learners {sorted(missing)}, which did not open")
     views = parameter_bytes(host.model)
-    landing = build_landing(plan, views, host.backend, commit=request.commit, reloads=reloads, params=params)
+    landing = build_landing(plan, views, host.backend, commit=request.commit, reloads=reloads)
     try:
         return ReceiverEpoch(request, plan, root=root, landing=landing, host=host)
     except BaseException:

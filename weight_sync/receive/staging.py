@@ -5,29 +5,24 @@ Built once per epoch. Afterwards a pull is a walk over these views.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from weight_sync.errors import DeviceError, PlanMismatch
-from weight_sync.receive.quantized import (
-    BUCKET_BYTES,
-    VIRTUAL_PREFIX,
-    Fallback,
-    bind_buckets,
-    plan_buckets,
-    virtual_bytes,
-)
+from weight_sync.receive.quantized import VIRTUAL_PREFIXES, ModuleReload
 from weight_sync.transports.base import Piece, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping
 
     from weight_sync.device.base import Backend, PersistentBlock
     from weight_sync.messages import CommitMode
-    from weight_sync.plan.types import ParamMeta, PullPlan
-    from weight_sync.receive.quantized import ReloadedModule, Reloader
+    from weight_sync.plan.types import PullPlan
+    from weight_sync.receive.quantized import Reloads
 
 
 MERGE_GAP_BYTES = 4096
@@ -94,8 +89,8 @@ class Landing(NamedTuple):
     shadow: PersistentBlock | None
     written: frozenset[str]
     """Parameters that are written directly; they must stay where they are."""
-    fallback: Fallback | None = None
-    """Modules that are loaded by the engine itself, after the copies."""
+    fallback: ModuleReload | None = None
+    """Modules that are derived again after the copies."""
 
     @property
     def is_staged(self) -> bool:
@@ -108,21 +103,13 @@ class Landing(NamedTuple):
         return tuple((param, arrived) for param, arrived in pairs if param is not arrived)
 
     def close(self) -> None:
-        """Free the shadow block and the buckets. Idempotent."""
+        """Free all memory. Idempotent."""
         try:
             if self.fallback is not None:
                 self.fallback.close()
         finally:
             if self.shadow is not None:
                 self.shadow.close()
-
-
-class Reloads(NamedTuple):
-    """What `build_landing` must know of modules that cannot be written directly."""
-
-    model: torch.nn.Module
-    reloader: Reloader
-    modules: tuple[ReloadedModule, ...]
 
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -177,61 +164,38 @@ def build_landing(
     *,
     commit: CommitMode,
     reloads: Reloads | None = None,
-    params: Sequence[ParamMeta] = (),
 ) -> Landing:
     """
     Args:
-        params: all checkpoint tensors as they travel; needed with `reloads`.
-        reloads: the modules whose tensors travel as virtual parameters; None if every parameter is written directly.
+        views: bytes of every engine parameter.
+        reloads: what is derived again at every commit; None if every parameter is written directly.
 
     Raises:
         PlanMismatch: a run lies outside its parameter, or the engine has no such parameter.
-        DeviceError: the shadow does not fit and `staged` was asked for, or the buckets of the fallback do not.
+        DeviceError: the shadow does not fit and `staged` was asked for, or what `reloads` needs does not.
     """
     layout = shadow_plan(plan)
-    shadow = _make_shadow(layout, backend, commit)
-    if shadow is None:
-        landed: list[torch.Tensor] = []
-    else:
-        places = zip(plan.runs, layout.run_offsets, strict=True)
-        landed = [shadow.tensor[offset : offset + run.nbytes] for run, offset in places]
-    try:
-        virtual, fallback = _make_fallback(plan, landed, backend, reloads=reloads, metas=params)
-        everywhere = {**views, **virtual}
-        targets = tuple(_destination(run.dst_param, run.dst_off, run.nbytes, everywhere) for run in plan.runs)
-    except BaseException:
+    is_virtual = [run.dst_param.startswith(VIRTUAL_PREFIXES) for run in plan.runs]
+    with ExitStack() as undo:
+        shadow = _make_shadow(layout, backend, commit)
+        landed: list[torch.Tensor] | None = None
         if shadow is not None:
-            shadow.close()
-        raise
-    written = frozenset(run.dst_param for run in plan.runs if not run.dst_param.startswith(VIRTUAL_PREFIX))
-    if shadow is None:
+            undo.callback(shadow.close)
+            places = zip(plan.runs, layout.run_offsets, strict=True)
+            landed = [shadow.tensor[offset : offset + run.nbytes] for run, offset in places]
+        fallback = None
+        if reloads is not None and (reloads.modules or reloads.reloader.dependents()):
+            arrivals = None if landed is None else [*compress(zip(plan.runs, landed, strict=True), is_virtual)]
+            fallback = ModuleReload(reloads, backend, arrivals=arrivals)
+            undo.callback(fallback.close)
+        everywhere = {**views, **({} if fallback is None else fallback.views)}
+        targets = tuple(_destination(run.dst_param, run.dst_off, run.nbytes, everywhere) for run in plan.runs)
+        undo.pop_all()
+    written = frozenset(run.dst_param for run, virtual in zip(plan.runs, is_virtual, strict=True) if not virtual)
+    if shadow is None or landed is None:
         return Landing(targets, targets, _pieces_in_place(plan, targets), None, written, fallback)
-    is_virtual = [run.dst_param.startswith(VIRTUAL_PREFIX) for run in plan.runs]
-    kept = tuple(at if is_v else own for own, at, is_v in zip(targets, landed, is_virtual, strict=True))
+    kept = tuple(at if virtual else own for own, at, virtual in zip(targets, landed, is_virtual, strict=True))
     return Landing(kept, tuple(landed), _pieces_to_shadow(layout, shadow), shadow, written, fallback)
-
-
-def _make_fallback(
-    plan: PullPlan,
-    landed: Sequence[torch.Tensor],
-    backend: Backend,
-    *,
-    reloads: Reloads | None,
-    metas: Sequence[ParamMeta],
-) -> tuple[dict[str, torch.Tensor], Fallback | None]:
-    """Bytes of every virtual parameter, and what loads them. `landed` is empty if runs go straight into the buckets."""
-    if reloads is None or not reloads.modules:
-        return {}, None
-    buckets = plan_buckets(reloads.modules, metas, is_staged=bool(landed), max_bytes=BUCKET_BYTES)
-    block = backend.alloc_persistent(buckets.nbytes)
-    try:
-        views = virtual_bytes(buckets, metas, block.tensor)
-        arrivals = [(run, at) for run, at in zip(plan.runs, landed, strict=False) if run.dst_param in views]
-        bound = bind_buckets(buckets, model=reloads.model, params=metas, views=views, arrivals=arrivals)
-    except BaseException:
-        block.close()
-        raise
-    return views, Fallback(backend, reloads.reloader, block=block, buckets=bound)
 
 
 def _destination(name: str, offset: int, nbytes: int, views: Mapping[str, torch.Tensor]) -> torch.Tensor:

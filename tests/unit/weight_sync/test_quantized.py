@@ -1,0 +1,319 @@
+"""Modules whose live weights are derived: which ones is found out and said; a worker pulls its own shard of them, and
+what it makes of it equals a load from the start, bit for bit, in memory that never moves."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.derived_engine import DerivedEngine, Layer, ToyReloader, checkpoint_params
+from tests.fakes.row_shards import held_by, rows_of
+from tests.fakes.sync_world import LocalPublisher, LocalReplica
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.device.cpu import CpuBackend
+from weight_sync.errors import DigestMismatch, PlanMismatch
+from weight_sync.plan.types import EngineParam, ParamMeta
+from weight_sync.receive.quantized import (
+    ModuleReload,
+    ReloadedModule,
+    Reloads,
+    bucketed,
+    decision_lines,
+    derived_modules,
+    sizes_of,
+)
+from weight_sync.receive.receiver import WeightReceiver, WorkerService
+from weight_sync.receive.recorder import record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from weight_sync.messages import CommitMode
+
+PARAMS = checkpoint_params()
+
+
+def _weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {meta.name: torch.randn(meta.shape, generator=generator).bfloat16() for meta in PARAMS}
+
+
+def _assert_equal(model: DerivedEngine, fresh: DerivedEngine) -> None:
+    want = dict(fresh.named_parameters())
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, want[name]), f"{name} differs"
+    assert torch.equal(model.absorbed.transposed, fresh.absorbed.transposed), "MLA reads old weights"
+    x = torch.ones(2, 4)
+    for ours, theirs in zip(model.layers, fresh.layers, strict=True):
+        assert isinstance(ours, Layer)
+        assert isinstance(theirs, Layer)
+        assert torch.equal(ours.output(x), theirs.output(x)), f"a layer of kind {ours.kind} computes something else"
+
+
+def _addresses(model: DerivedEngine) -> dict[str, int]:
+    """Of every tensor that a captured graph may read, also those that are no parameters."""
+    packed: Any = model.layers[3]
+    others = {"packed": packed.cached(), "transposed": model.absorbed.transposed}
+    return {name: tensor.data_ptr() for name, tensor in {**dict(model.named_parameters()), **others}.items()}
+
+
+class _Learner(LocalPublisher):
+    def ws_describe(self) -> bytes:
+        return self.publisher.describe(PARAMS, rows_of(PARAMS, self.rank, self.num_ranks), {})
+
+    def ws_publish(self, version: int, deadline_s: float) -> bytes:
+        tensors = held_by(self.full, rows_of(PARAMS, self.rank, self.num_ranks))
+        return self.publisher.publish(version, tensors, deadline_s=deadline_s)
+
+
+class _Replica(LocalReplica):
+    def __init__(self, name: str, num_workers: int) -> None:
+        super().__init__(name, num_workers)
+        self.engines = [DerivedEngine(worker, num_workers) for worker in range(num_workers)]
+        receivers = [
+            WeightReceiver(engine, CpuBackend(), worker=worker, reloader=ToyReloader(engine))
+            for worker, engine in enumerate(self.engines)
+        ]
+        self.services = [WorkerService(lambda receiver=receiver: receiver) for receiver in receivers]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("bucket_bytes", [1, 64 << 20], ids=["bucket per module", "one bucket"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+async def test_synced_engine_equals_a_fresh_load_and_nothing_moves(
+    commit: CommitMode,
+    num_workers: int,
+    bucket_bytes: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weight_sync.receive.quantized.BUCKET_BYTES", bucket_bytes)
+    learners = [_Learner(rank, 2, _weights(0)) for rank in range(2)]
+    replica = _Replica("a", num_workers)
+    options = SyncOptions(timeout_s=20.0, transport="shm", commit=commit)
+    coordinator = SyncCoordinator(learners, [replica], options=options)
+    with caplog.at_level(logging.DEBUG):
+        await coordinator.open()
+    assert "layers.* x1: reload of its shard (post-processing rearranges or scales weight)" in caplog.text
+    addresses = [_addresses(engine) for engine in replica.engines]
+    try:
+        for version in (1, 2, 3):
+            for learner in learners:
+                learner.full = _weights(version % 2)
+            await coordinator.publish(version)
+            await coordinator.sync(version)
+            for engine in replica.engines:
+                _assert_equal(engine, engine.loaded(_weights(version % 2)))
+            await coordinator.self_test()
+        assert [_addresses(engine) for engine in replica.engines] == addresses
+        for module in ("layers.2.weight", "layers.6.weight", "absorbed.halved"):
+            spoilt = replica.engines[-1].get_parameter(module).data
+            held = spoilt.clone()
+            spoilt.zero_()
+            with pytest.raises(DigestMismatch, match=f"a second reload of {module.rpartition('.')[0]} gives other"):
+                await coordinator.self_test()
+            spoilt.copy_(held)
+        await coordinator.self_test()
+    finally:
+        await coordinator.close()
+
+
+def test_trial_tells_which_modules_are_derived_and_why_and_leaves_no_trace() -> None:
+    model = DerivedEngine()
+    model = model.loaded(_weights(1))
+    before = [dict(vars(layer)) for layer in model.layers]
+    tensors = {name: (tensor, tensor.clone()) for name, tensor in model.named_parameters()}
+    found = derived_modules(model, ToyReloader(model))
+    assert found == {
+        "layers.1": "weight is int8 (4, 12) with strides (1, 4), its loader fills bfloat16 (12, 4)",
+        "layers.2": "post-processing rearranges or scales weight",
+        "layers.3": "post-processing keeps something of the weights in cached",
+        "layers.4": "weight of its loader is gone",
+        "layers.5": "weight is int8 (4, 12) with strides (1, 4), its loader fills bfloat16 (12, 4)",
+    }
+    for layer, state in zip(model.layers, before, strict=True):
+        assert vars(layer).keys() == state.keys()
+        assert all(vars(layer)[key] is value for key, value in state.items())
+    for name, (tensor, bits) in tensors.items():
+        assert model.get_parameter(name) is tensor
+        assert torch.equal(tensor, bits)
+
+
+def test_a_worker_is_sent_its_shard_and_whole_tensors_only_where_the_loader_computes() -> None:
+    model = DerivedEngine(worker=1, num_workers=2)
+    recorded = record(model, PARAMS, worker=1, reloader=ToyReloader(model))
+    found = {entry.module: entry for entry in recorded.reloaded}
+    assert [*found] == [f"layers.{i}" for i in range(1, 7)]
+    assert [entry.module for entry in recorded.reloaded if entry.is_whole] == ["layers.6"]
+    assert [p.name for p in found["layers.6"].params] == [f"ws_whole/layers.6.{name}" for name in ("q", "k", "bias")]
+    assert found["layers.1"].params == (
+        EngineParam(name="ws_reload/layers.1.weight", shape=(6, 4), dtype="bfloat16"),
+        EngineParam(name="ws_reload/layers.1.bias", shape=(3,), dtype="bfloat16"),
+    )
+    names = {param.name for entry in recorded.reloaded for param in entry.params}
+    assert {p.name for p in recorded.layout.params} == names | {"layers.0.weight", "layers.0.bias"}
+    for copy in recorded.layout.copies:
+        is_whole = copy.dst_param.startswith("ws_whole/")
+        assert copy.src_start[0] == (0 if is_whole else 3), "worker 1 of 2 takes the second half of the rows"
+    assert "layers.* x1: direct (its loader's copies cover it exactly once)" in recorded.layout.decisions
+    assert "absorbed x1: derived again from other modules' weights" in recorded.layout.decisions
+
+
+def test_tensor_that_comes_out_in_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DerivedEngine()
+    reload = ModuleReload(Reloads(model, ToyReloader(model), ()), CpuBackend(), arrivals=None)
+    reload.reload()
+    plain: Any = model.layers[0]
+    monkeypatch.setattr(plain.weight, "data", torch.ones(13, 4, dtype=torch.bfloat16))
+    with pytest.raises(PlanMismatch, match=r"absorbed: halved is bfloat16 \(4, 12\).* again it is bfloat16 \(4, 13\)"):
+        reload.reload()
+    assert reload.nbytes == 0, "nothing arrives for modules that are derived from others"
+
+
+modules = st.lists(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=3, unique=True), max_size=8)
+
+
+@given(modules, st.integers(1, 60))
+def test_buckets_hold_every_module_whole_and_no_tensor_twice(reads: list[list[str]], limit: int) -> None:
+    params = {name: EngineParam(name=name, shape=(10 + i,), dtype="uint8") for i, name in enumerate("abcdefgh")}
+    reloaded = [ReloadedModule(f"m{i}", "", tuple(map(params.__getitem__, names))) for i, names in enumerate(reads)]
+    buckets = bucketed(reloaded, max_bytes=limit)
+    names = [param.name for bucket in buckets for param in bucket.params]
+    assert sorted(names) == sorted({name for tensors in reads for name in tensors})
+    assert sorted(name for bucket in buckets for name in bucket.modules) == sorted(e.module for e in reloaded)
+    home = {module: set(bucket.params) for bucket in buckets for module in bucket.modules}
+    assert all(set(entry.params) <= home[entry.module] for entry in reloaded)
+    smallest = bucketed(reloaded, max_bytes=0)
+    assert all(sum(sizes_of(b.params).values()) <= limit or b in smallest for b in buckets)
+
+
+class _Engine(torch.nn.Module):
+    """Any loader as a function of (module, name, tensor); parameters of module `part` by name."""
+
+    def __init__(self, loader: Any, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.part: Any = torch.nn.Module()
+        self.loader = loader
+        for name, shape in shapes.items():
+            self.part.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.loader(self.part, name, tensor)
+
+
+class _AnyReloader(ToyReloader):
+    def __init__(self) -> None:
+        super().__init__(DerivedEngine())
+
+    def dependents(self) -> dict[str, torch.nn.Module]:
+        return {}
+
+
+def _through_temporary(m: Any, n: str, t: torch.Tensor) -> None:
+    if n == "t":
+        m.held = torch.empty(6, 4)
+        m.held[1:3].copy_(t[1:3])
+    else:
+        m.w.data.copy_(m.held * 2)
+
+
+def _rebinds(m: Any, n: str, t: torch.Tensor) -> None:
+    if n == "t":
+        fresh = torch.nn.Parameter(torch.empty(6, 4), requires_grad=False)
+        fresh.data.copy_(t)
+        m.w = fresh
+
+
+_GIVEN_UP: dict[str, tuple[Any, str, set[str]]] = {
+    "arithmetic": (lambda m, n, t: n == "t" and m.w.data.copy_(t + 1), "aten.add.Tensor computes with t", {"t"}),
+    "concatenation": (lambda m, n, t: n == "t" and m.w.data.copy_(torch.cat([t[3:], t[:3]])), "combines t", {"t"}),
+    "narrower dtype": (lambda m, n, t: n == "t" and m.w.data.copy_(t.half()), "rounds t from torch.float32", {"t"}),
+    "other bytes": (lambda m, n, t: n == "t" and m.w.data.view(torch.int32).copy_(t), "only whole elements", {"t"}),
+    "sum of two": (lambda m, n, t: m.w.data.add_(t), "combines t", {"t", "u"}),
+    "temporary": (_through_temporary, "its loader computes with what it loads", {"t"}),
+    "twice": (lambda m, n, t: m.w.data.copy_(t), "24 elements of part.w are written more than once", {"t", "u"}),
+    "fill afterwards": (
+        lambda m, n, t: n == "t" and [m.w.data.copy_(t), m.w.data[1:3].fill_(0)],
+        "8 elements of part.w are overwritten",
+        {"t"},
+    ),
+    "written over": (
+        lambda m, n, t: n == "t" and [m.w.data.copy_(t), m.w.data.mul_(2)],
+        "aten.mul_.Tensor changes part.w",
+        {"t"},
+    ),
+    "composed": (
+        lambda m, n, t: n == "t" and [m.w.data.copy_(t), m.w.data.copy_(m.w.data + 1)],
+        "writes something into part.w",
+        {"t"},
+    ),
+    "rebinding": (_rebinds, "its loader moves part.w to other memory", {"t"}),
+}
+
+
+@pytest.mark.parametrize("case", _GIVEN_UP)
+def test_module_whose_loader_does_more_than_copy_is_loaded_from_whole_tensors(case: str) -> None:
+    loader, why, sources = _GIVEN_UP[case]
+    engine = _Engine(loader, w=(6, 4))
+    held = engine.part.w
+    metas = tuple(ParamMeta(name=name, shape=(6, 4), dtype="float32") for name in "tu")
+    recorded = record(engine, metas, worker=0, reloader=_AnyReloader())
+    (entry,) = recorded.reloaded
+    names = {f"ws_whole/{name}" for name in sources}
+    assert (entry.module, {param.name for param in entry.params}) == ("part", names)
+    assert why in entry.why
+    assert {copy.dst_param for copy in recorded.layout.copies} == names
+    assert engine.part.w is held
+    assert not held.any(), "recording wrote into the engine"
+
+
+_DRIFT: dict[str, tuple[Any, str]] = {
+    "half": (lambda m, n, t: m.w.data[:2].copy_(t[:2]), "16 are never written"),
+    "missing": (lambda m, n, t: None, "part.w .* 24 are never written"),
+    "wrong shape": (lambda m, n, t: m.w.data[:5].copy_(t), "does not fit"),
+    "unknown name": (lambda m, n, t: m.get_parameter(n), "AttributeError"),
+    "item": (lambda m, n, t: m.w.data.fill_(t[0, 0].item()), "_local_scalar_dense.* t"),
+    "into checkpoint": (lambda m, n, t: t.mul_(2), "into the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", _DRIFT)
+def test_drift_between_learner_and_engine_is_refused_also_with_a_reloader(case: str) -> None:
+    loader, words = _DRIFT[case]
+    metas = (ParamMeta(name="t", shape=(6, 4), dtype="float32"),)
+    with pytest.raises(PlanMismatch, match=words):
+        record(_Engine(loader, w=(6, 4)), metas, worker=0, reloader=_AnyReloader())
+
+
+def test_derived_module_of_which_a_tensor_is_missing_is_refused() -> None:
+    model = DerivedEngine()
+    for missing in ("layers.1.k", "layers.4.bias"):
+        params = tuple(meta for meta in PARAMS if meta.name != missing)
+        with pytest.raises(PlanMismatch, match=rf"layers.{missing[7]}.* are never written"):
+            record(model, params, worker=0, reloader=ToyReloader(model))
+
+
+def test_parameter_of_another_dtype_than_the_wire_goes_through_its_loader() -> None:
+    engine = _Engine(lambda m, n, t: m.w.data.copy_(t), w=(6, 4))
+    wider = (ParamMeta(name="t", shape=(6, 4), dtype="bfloat16"),)
+    assert record(engine, wider, worker=0, reloader=_AnyReloader()).reloaded == (), "the planner sends it in float32"
+    engine.part.w.data = engine.part.w.data.bfloat16()
+    params = (ParamMeta(name="t", shape=(6, 4), dtype="float32"),)
+    recorded = record(engine, params, worker=0, reloader=_AnyReloader())
+    assert [entry.why for entry in recorded.reloaded] == ["part.w is bfloat16, t is sent as float32"]
+
+
+def test_decisions_are_one_line_for_all_layers_that_differ_only_in_their_number() -> None:
+    reloaded = [ReloadedModule(f"layers.{i}.mlp", "fp8", ()) for i in range(3)]
+    assert decision_lines(["layers.0.norm", "layers.1.norm", ""], reloaded) == (
+        "layers.*.norm x2: direct (its loader's copies cover it exactly once)",
+        "the model itself x1: direct (its loader's copies cover it exactly once)",
+        "layers.*.mlp x3: reload of its shard (fp8)",
+    )
