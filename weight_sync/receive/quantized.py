@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from weight_sync.device.fused import BatchCopy
 from weight_sync.errors import PlanMismatch
 from weight_sync.plan.types import DTYPE_BYTES
 
@@ -286,7 +287,7 @@ def _pairs(old: Any, new: Any, depth: int = _DEPTH) -> Iterator[tuple[torch.Tens
             yield from _pairs(part, parts[1][key], depth - 1)
 
 
-def _parts(value: Any) -> dict[Any, Any] | None:
+def _parts(value: Any) -> Mapping[Any, Any] | None:
     """What a value is made of; None for one that cannot be looked into."""
     match value:
         case int() | float() | complex() | str() | bytes():
@@ -425,7 +426,7 @@ class ModuleReload:
                 for run, arrived in arrivals or ()
                 if run.dst_param in names
             ]
-            self._fills.append(backend.copy_batch(pairs))
+            self._fills.append(BatchCopy(backend, pairs))
 
     @property
     def nbytes(self) -> int:
