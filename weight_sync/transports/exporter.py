@@ -13,7 +13,7 @@ from weight_sync.transports import pair
 from weight_sync.transports.mapped import DEVICE, HOST, MAPPED
 from weight_sync.transports.pair import Timing, require_reachable
 from weight_sync.transports.pair_sender import Peers, Sender
-from weight_sync.transports.slots import DeviceSlots, HostSlots
+from weight_sync.transports.slots import SlotMemory
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class Offer:
         for name in transports:
             _require(name, backend, host)
         on_host = HOST in transports or pair.HOST in transports
-        self._slots = (HostSlots if on_host else DeviceSlots)(backend, slot_bytes=slot_bytes, num_slots=num_slots)
+        self._slots = SlotMemory(backend, slot_bytes=slot_bytes, num_slots=num_slots, on_host=on_host)
         try:
             self.handles: tuple[ArenaHandle, ...] = tuple(
                 self._slots.handle(name, exported=name in MAPPED, host="" if name in MAPPED else host)

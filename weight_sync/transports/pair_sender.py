@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from weight_sync.device.collectives import PairGroup, Transfer
     from weight_sync.messages import TransportRequest, TransportResponse
-    from weight_sync.transports.slots import Slots
+    from weight_sync.transports.slots import SlotMemory
 
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class Sender:
     """What every pair of one publisher shares: the slots, the device, and how to build a member of a group."""
 
-    def __init__(self, slots: Slots, *, host: str, timing: Timing) -> None:
+    def __init__(self, slots: SlotMemory, *, host: str, timing: Timing) -> None:
         self.slots = slots
         self.timing = timing
         self._backend = slots.owner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.device.cpu import CpuBackend
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from weight_sync.device.base import Backend, PersistentBlock
 
 
-class Slots(ABC):
+class SlotMemory:
     """`num_slots` slots of `slot_bytes` in one persistent block; none at all if `slot_bytes` is 0."""
 
-    def __init__(self, backend: Backend, *, slot_bytes: int, num_slots: int) -> None:
-        """`backend` owns the memory that receivers read.
+    def __init__(self, backend: Backend, *, slot_bytes: int, num_slots: int, on_host: bool) -> None:
+        """`backend` is the learner's. `on_host`: it packs on its device and copies to the host once, when sealing.
 
         Raises:
             DeviceError: not enough memory.
@@ -27,10 +27,23 @@ class Slots(ABC):
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.stride = slot_stride(slot_bytes)
-        self.owner = backend
         self.probe_bytes = min(PROBE_BYTES, slot_bytes)
-        size = arena_bytes(slot_bytes, num_slots)
-        self.block: PersistentBlock | None = backend.alloc_persistent(size) if size else None
+        self.owner = CpuBackend() if on_host else backend
+        """Of the memory that receivers read."""
+        self._backend = backend
+        self.block: PersistentBlock | None = None
+        self._staging: PersistentBlock | None = None
+        self._stream: Any | None = backend.new_stream() if on_host else None
+        if slot_bytes == 0:
+            return
+        with ExitStack() as undo:
+            self.block = self.owner.alloc_persistent(arena_bytes(slot_bytes, num_slots))
+            undo.callback(self.block.close)
+            if self.owner.name != backend.name:
+                backend.pin(self.block, slot_pieces(self.stride, slot_bytes, num_slots))
+                # One is enough: packing is sequential and sealing empties it.
+                self._staging = backend.alloc_persistent(slot_bytes)
+            undo.pop_all()
 
     def readable(self, index: int) -> torch.Tensor:
         """uint8[slot_bytes]: what receivers get once the slot is sealed. Index `num_slots` is the probe,
@@ -40,19 +53,21 @@ class Slots(ABC):
         size = self.probe_bytes if index == self.num_slots else self.slot_bytes
         return self.block.tensor[index * self.stride : index * self.stride + size]
 
-    @abstractmethod
     def packable(self, index: int) -> torch.Tensor:
         """uint8[slot_bytes] on the learner's device: where to pack."""
+        return self.readable(index) if self._staging is None else self._staging.tensor
 
-    @abstractmethod
     def seal(self, index: int) -> None:
         """Make `readable(index)` what was packed. Returns when it is.
 
         The pack must have been waited for. Runs beside the learner's compute: neither is queued behind the other.
         """
+        if self._staging is not None:
+            self._backend.copy_async(self.readable(index), self._staging.tensor, self._stream)
+            self._backend.synchronize(self._stream)
 
     def num_allocations(self) -> int:
-        return int(self.block is not None)
+        return sum(block is not None for block in (self.block, self._staging))
 
     def handle(self, transport: str, *, exported: bool, host: str = "") -> ArenaHandle:
         """How receivers find the slots: mapped memory if `exported`, else by asking `host`."""
@@ -69,52 +84,7 @@ class Slots(ABC):
 
     def close(self) -> None:
         """Free the memory. Idempotent."""
-        if self.block is not None:
-            self.block.close()
-
-
-class DeviceSlots(Slots):
-    """Packed where they are read: in the learner's device memory."""
-
-    def packable(self, index: int) -> torch.Tensor:
-        return self.readable(index)
-
-    def seal(self, index: int) -> None:
-        return
-
-
-class HostSlots(Slots):
-    """In host memory. Learners on an accelerator pack on the device and copy to the host once, when sealing."""
-
-    def __init__(self, backend: Backend, *, slot_bytes: int, num_slots: int) -> None:
-        host = CpuBackend()
-        super().__init__(host, slot_bytes=slot_bytes, num_slots=num_slots)
-        if self.block is not None:
-            backend.pin(self.block, slot_pieces(self.stride, slot_bytes, num_slots))
-        self._device = backend
-        self._stream: Any | None = backend.new_stream()
-        # One staging slot is enough: packing is sequential and sealing empties it.
-        needs_staging = slot_bytes > 0 and backend.name != host.name
-        try:
-            self._staging = backend.alloc_persistent(slot_bytes) if needs_staging else None
-        except BaseException:
-            super().close()
-            raise
-
-    def packable(self, index: int) -> torch.Tensor:
-        return self.readable(index) if self._staging is None else self._staging.tensor
-
-    def seal(self, index: int) -> None:
-        if self._staging is not None:
-            self._device.copy_async(self.readable(index), self._staging.tensor, self._stream)
-            self._device.synchronize(self._stream)
-
-    def num_allocations(self) -> int:
-        return super().num_allocations() + int(self._staging is not None)
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            if self._staging is not None:
-                self._staging.close()
+        with ExitStack() as closing:
+            for block in (self.block, self._staging):
+                if block is not None:
+                    closing.callback(block.close)

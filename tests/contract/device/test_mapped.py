@@ -21,7 +21,7 @@ from weight_sync.transports.base import Piece
 from weight_sync.transports.mapped import MappedReceiverEnd, open_mapped
 from weight_sync.transports.pair import Landing, Message
 from weight_sync.transports.select import Reach
-from weight_sync.transports.slots import HostSlots
+from weight_sync.transports.slots import SlotMemory
 
 if TYPE_CHECKING:
     from tests.contract.device.conftest import Harness
@@ -100,7 +100,7 @@ def test_host_memory_is_pinned_on_both_sides_and_arrives_just_the_same_where_the
     if is_refused:
         accelerator.fail("HostRegister", "aclrtHostRegisterV2", 801, times=2)
     backend = accelerator.backend
-    slots = HostSlots(backend, slot_bytes=10 * KIB, num_slots=2)
+    slots = SlotMemory(backend, slot_bytes=10 * KIB, num_slots=2, on_host=True)
     end = open_mapped("shm", backend, {0: slots.handle("shm", exported=True)})
     wait_for_pinning()
     target = backend.alloc_persistent(10 * KIB)
@@ -119,6 +119,23 @@ def test_host_memory_is_pinned_on_both_sides_and_arrives_just_the_same_where_the
     assert len([record for record in caplog.records if "failed with 801" in record.message]) == is_refused
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_slot_is_sealed_past_the_learners_compute(
+    accelerator: Harness, monkeypatch: pytest.MonkeyPatch, on_host: bool
+) -> None:
+    backend: Any = accelerator.backend
+    slots = SlotMemory(backend, slot_bytes=8, num_slots=2, on_host=on_host)
+    under_way = refuse_copy(2, backend, monkeypatch)
+    monkeypatch.setattr(backend, "synchronize_current", None)  # the learner's kernels are queued there
+    before = accelerator.counter("device_syncs")
+    slots.packable(1).copy_(torch.arange(8, dtype=torch.uint8))
+    slots.seal(1)
+    assert slots.readable(1).tolist() == list(range(8))
+    assert (under_way, accelerator.counter("device_syncs")) == ([], before)
+    assert accelerator.counter("copies") == on_host
+    slots.close()
+
+
 def test_memory_that_is_closed_while_it_is_pinned_is_let_go_of_first(
     accelerator: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +149,7 @@ def test_memory_that_is_closed_while_it_is_pinned_is_let_go_of_first(
         assert go_on.wait(10)
 
     monkeypatch.setattr(backend._driver, "host_register", slowly)
-    slots = HostSlots(backend, slot_bytes=KIB, num_slots=2)
+    slots = SlotMemory(backend, slot_bytes=KIB, num_slots=2, on_host=True)
     assert first.wait(10)
     closing = threading.Thread(target=slots.close)
     closing.start()
@@ -172,7 +189,7 @@ def test_errors_of_a_driver_reach_other_processes(accelerator: Harness) -> None:
 def test_host_memory_that_the_driver_does_not_let_go_of_stays_mapped(
     accelerator: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slots = HostSlots(accelerator.backend, slot_bytes=KIB, num_slots=1)
+    slots = SlotMemory(accelerator.backend, slot_bytes=KIB, num_slots=1, on_host=True)
     wait_for_pinning()
     accelerator.fail("HostUnregister", "aclrtHostUnregister", 999)
     slots.close()

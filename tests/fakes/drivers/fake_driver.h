@@ -4,6 +4,7 @@
 #define FAKE_DRIVER_H
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -239,7 +240,7 @@ static fake_host *fake_host_of(const void *pointer, size_t size) {
 }
 
 /* Refuses what the real ones refuse, and what they only forgive: memory that is not mapped, or not by whole pages. */
-static int fake_register(void *pointer, size_t size) {
+static int fake_register_locked(void *pointer, size_t size) {
   uint64_t inode = fake_mapped_inode(pointer, size);
   if (size == 0 || inode == 0 || (uintptr_t)pointer % 4096) return FAKE_INVALID;
   for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
@@ -253,6 +254,15 @@ static int fake_register(void *pointer, size_t size) {
     return FAKE_OK;
   }
   return FAKE_INVALID;
+}
+
+static pthread_mutex_t fake_hosts_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static int fake_register(void *pointer, size_t size) {
+  pthread_mutex_lock(&fake_hosts_lock);
+  int status = fake_register_locked(pointer, size);
+  pthread_mutex_unlock(&fake_hosts_lock);
+  return status;
 }
 
 static int fake_unregister(void *pointer) {
