@@ -152,8 +152,6 @@ class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
     commit: Literal["staged", "inplace"]
     shadow_bytes: int
     pull_bytes: int
-    probe_s: float
-    """Seconds to open every arena and pull its probe pattern."""
     address: PeerAddress
     """Of the worker's own control thread."""
     transports: dict[int, str]
@@ -239,12 +237,6 @@ class PublishedDigests(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     version: int
     by_worker: dict[int, tuple[int, ...]]
-
-
-class ReadBack(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of engine parameters as they are now."""
-
-    params: dict[str, bytes]
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

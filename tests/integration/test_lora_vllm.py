@@ -12,6 +12,7 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -24,13 +25,12 @@ from tests.contract.engine.suite import Response, collect
 from tests.fakes.learner import run_config
 from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
 from tests.fakes.ranks import RankProcess, lora_rank
+from tests.fakes.readable_extension import READABLE
 from tests.fakes.tiny_vllm import EngineHandle, make_spec, random_prompt
 from trainer.config.schema import LoraConfig
 from weight_sync.control.coordinator import SyncCoordinator
 from weight_sync.control.epoch import SyncOptions
 from weight_sync.errors import PlanMismatch
-from weight_sync.messages import ReadBack, open_reply
-from weight_sync.vllm.compat import EXTENSION
 from weight_sync.vllm.lora import peft_name
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ class Rig:
     async def assert_slot_holds_the_adapter(self, dtype: torch.dtype = torch.float32) -> None:
         state, scaling = (await self.everyone("adapters"))[0]
         expected = [expected_slot(state, scaling, worker, self.num_workers) for worker in range(self.num_workers)]
-        replies = await self.engine.call_workers("ws_read_back", list(expected[0]), timeout_s=PATIENT_S)
+        replies = await self.engine.call_workers("te_read", list(expected[0]), timeout_s=PATIENT_S)
         for worker, reply in enumerate(replies):
-            held = open_reply(reply, ReadBack, party=f"r0/{worker}").params
+            held = msgspec.msgpack.decode(reply, type=dict[str, bytes])
             for name, tensor in expected[worker].items():
                 got = torch.frombuffer(bytearray(held[name]), dtype=dtype)
                 assert torch.equal(got, tensor.to(dtype).contiguous().reshape(-1)), f"worker {worker}: {name}"
@@ -144,7 +144,7 @@ async def learners(folder: Path) -> AsyncIterator[tuple[list[RankProcess], async
 
 
 def lora_spec(folder: Path, **changes: Any) -> EngineSpec:
-    lora = {"extension": EXTENSION, "lora_rank": RANK, "lora_targets": tuple(TARGETS.split("+"))}
+    lora = {"extension": READABLE, "lora_rank": RANK, "lora_targets": tuple(TARGETS.split("+"))}
     size = {"max_model_len": 1024, "max_num_seqs": 8, "stream_interval": 8}
     return make_spec(folder / "base", **{"tokenizer": "", "stop_token_ids": (), **lora, **size, **changes})
 
@@ -277,7 +277,7 @@ async def first_logprobs_with_salt(rig: Rig, prompt: np.ndarray, salt: str, name
 
 
 async def test_an_adapter_for_a_layer_the_engine_has_not_wrapped_is_refused_before_a_byte_moves(rig: Rig) -> None:
-    from weight_sync.messages import BakedLayout, BakeRequest, encode
+    from weight_sync.messages import BakedLayout, BakeRequest, encode, open_reply
     from weight_sync.plan.types import ParamMeta
 
     module = "model.layers.0.self_attn.k_norm"

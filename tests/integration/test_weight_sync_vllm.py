@@ -9,6 +9,7 @@ import json
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
@@ -16,11 +17,11 @@ import torch
 
 from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
 from tests.fakes.ranks import TINY, RankProcess, tiny_rank
+from tests.fakes.readable_extension import READABLE
 from weight_sync.control.coordinator import SyncCoordinator
 from weight_sync.control.epoch import SyncOptions
 from weight_sync.errors import VersionUnavailable
-from weight_sync.messages import Arrived, PrefetchRequest, ReadBack, WorkerStatus, open_reply
-from weight_sync.vllm.compat import EXTENSION
+from weight_sync.messages import Arrived, PrefetchRequest, WorkerStatus, open_reply
 from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Rig:
 
     async def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Every worker's live parameters, flat, as the engine itself would read them."""
-        replies = await self.replica.call("ws_read_back", engine_names(), timeout_s=PATIENT_S)
+        replies = await self.replica.call("te_read", engine_names(), timeout_s=PATIENT_S)
         return [flat(reply) for reply in replies]
 
     async def everyone(self, method: str, *args: object) -> list[Any]:
@@ -76,8 +77,8 @@ class Rig:
 
 
 def flat(reply: bytes) -> dict[str, torch.Tensor]:
-    found = open_reply(reply, ReadBack, party="r0")
-    return {n: torch.frombuffer(bytearray(b), dtype=torch.bfloat16) for n, b in found.params.items()}
+    held = msgspec.msgpack.decode(reply, type=dict[str, bytes])
+    return {n: torch.frombuffer(bytearray(b), dtype=torch.bfloat16) for n, b in held.items()}
 
 
 def engine_names() -> list[str]:
@@ -135,7 +136,7 @@ async def running(folder: Path, num_workers: int, **parallel: int) -> AsyncItera
     ranks = [RankProcess(tiny_rank, rank, 2, folder / "store") for rank in range(2)]
     args = AsyncEngineArgs(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
-        max_model_len=512, max_num_seqs=16, worker_extension_cls=EXTENSION, disable_log_stats=True, **parallel,
+        max_model_len=512, max_num_seqs=16, worker_extension_cls=READABLE, disable_log_stats=True, **parallel,
     )  # fmt: skip
     engine = await asyncio.to_thread(AsyncLLM.from_engine_args, args)
     try:
@@ -238,7 +239,7 @@ async def test_every_stage_of_a_pipeline_has_the_learners_bytes(
             num_found = 0
             for name, tensor in full.items():
                 stage = 0 if name.startswith(("model.embed_tokens", "model.layers.0.")) else 1
-                reply = (await rig.replica.call("ws_read_back", [name], timeout_s=PATIENT_S))[stage]
+                reply = (await rig.replica.call("te_read", [name], timeout_s=PATIENT_S))[stage]
                 assert torch.equal(flat(reply)[name], tensor.reshape(-1)), f"stage {stage}: {name} differs"
                 num_found += 1
             assert num_found == 3 + 7 * TINY["num_hidden_layers"]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weight_sync.channel import ControlServer
-from weight_sync.errors import DigestMismatch, PlanMismatch, PullTimeout, ReplicaDirty, WeightSyncError
+from weight_sync.errors import DigestMismatch, PullTimeout, ReplicaDirty, WeightSyncError
 from weight_sync.messages import (
     Arrived,
     BakedLayout,
@@ -34,7 +34,6 @@ from weight_sync.messages import (
     OpenReceiver,
     PrefetchRequest,
     PullReport,
-    ReadBack,
     ReceiverInfo,
     Request,
     Response,
@@ -48,7 +47,6 @@ from weight_sync.node import node_id, reachable_host
 from weight_sync.receive.quantized import Reloads
 from weight_sync.receive.recorder import Recorded, record
 from weight_sync.receive.sources import Deadline, Host, Pulled, ReceiverEpoch, open_epoch
-from weight_sync.receive.staging import parameter_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -201,7 +199,6 @@ class WeightReceiver:
             PullTimeout: the probes did not arrive within `request.deadline_s`.
         """
         self.close()
-        started = self._clock()
         epoch = open_epoch(request, self._host, reloads=self._reloads())
         try:
             epoch.reach_all(deadline_s=request.deadline_s)
@@ -220,7 +217,6 @@ class WeightReceiver:
             commit="staged" if epoch.landing.is_staged else "inplace",
             shadow_bytes=0 if epoch.landing.shadow is None else epoch.landing.shadow.nbytes,
             pull_bytes=epoch.plan.nbytes,
-            probe_s=self._clock() - started,
             address=server.address,
             node=node_id(),
             transports=epoch.transports,
@@ -329,18 +325,6 @@ class WeightReceiver:
         if fallback is not None and (wrong := fallback.verify()):
             raise DigestMismatch(f"worker {self._worker}: a second reload of {', '.join(wrong)} gives other weights")
         return RunDigests(version=self._live_version, by_rank=epoch.live_digests())
-
-    def read_back(self, names: Sequence[str]) -> dict[str, bytes]:
-        """The bytes of engine parameters as they are now.
-
-        Raises:
-            PlanMismatch: the engine has no such parameter.
-        """
-        views = parameter_bytes(self._model)
-        unknown = [name for name in names if name not in views]
-        if unknown:
-            raise PlanMismatch(f"engine has no parameters {unknown}, it has {sorted(views)}")
-        return {name: views[name].cpu().numpy().tobytes() for name in names}
 
     def status(self) -> WorkerStatus:
         return WorkerStatus(
@@ -488,10 +472,6 @@ class WorkerService:
         """Make a version live -> `PullReport`. The engine must be paused."""
         return self._answer(lambda receiver: receiver.commit(version, deadline_s=deadline_s))
 
-    def abort(self) -> bytes:
-        """Stop a prefetch -> whether it stopped."""
-        return self._answer(lambda receiver: receiver.abort())
-
     def forget(self) -> bytes:
         """The parameters hold no version any more."""
         return self._answer(lambda receiver: receiver.forget())
@@ -499,10 +479,6 @@ class WorkerService:
     def digests(self) -> bytes:
         """`RunDigests` of the live parameters."""
         return self._answer(lambda receiver: receiver.parameter_digests())
-
-    def read_back(self, names: list[str]) -> bytes:
-        """Bytes of live parameters -> `ReadBack`."""
-        return self._answer(lambda receiver: ReadBack(params=receiver.read_back(names)))
 
     def status(self) -> bytes:
         """`WorkerStatus`."""

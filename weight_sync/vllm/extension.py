@@ -60,17 +60,11 @@ class WeightSyncExtension:
     def ws_commit(self, version: int, deadline_s: float) -> bytes:
         return self.ws_service().commit(version, deadline_s)
 
-    def ws_abort(self) -> bytes:
-        return self.ws_service().abort()
-
     def ws_forget(self) -> bytes:
         return self.ws_service().forget()
 
     def ws_digests(self) -> bytes:
         return self.ws_service().digests()
-
-    def ws_read_back(self, names: list[str]) -> bytes:
-        return self.ws_service().read_back(names)
 
     def ws_status(self) -> bytes:
         return self.ws_service().status()
