@@ -31,6 +31,7 @@ from rollout.types import SamplingParams, TokenChunk
 from weight_sync.device.environment import temporary_environment
 from weight_sync.messages import CommitResult, open_reply, reply_state
 from weight_sync.vllm import compat as vllm_compat
+from weight_sync.vllm.replica import LeftS, commit_between_steps
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -199,45 +200,45 @@ class VllmEngine(Engine):
         return await asyncio.shield(asyncio.ensure_future(self._commit(version, method, args, timeout_s)))
 
     async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
-        async with self._gate.closed():
-            engine, begin, taken_out = self._engine, self._clock(), list[str]()
+        gate, counts, taken_out = self._gate, list[tuple[str, ActiveRequest, int]](), list[str]()
 
-            def left_s() -> float:
-                return timeout_s - (self._clock() - begin)
+        async def drain(left_s: LeftS) -> None:
+            self._meter.before_commit(self._spec.in_flight)
+            await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
 
+        async def write(left_s: LeftS) -> list[bytes]:
+            if gate.is_asleep and self._spec.sleep_level:
+                await self._within(engine.wake_up(tags=["weights"]), left_s(), "wake-up of the weights")
+            # Concurrently with the workers' call: nothing is sampled any more, so the counts are final.
+            counting = asyncio.ensure_future(self._count_tokens(engine, left_s()))
             try:
-                async with self._gate.pause():
-                    self._meter.before_commit(self._spec.in_flight)
-                    await self._within(vllm_compat.pause_engine(engine, mode=self._spec.in_flight), left_s(), "pause")
-                    paused = self._clock()
-                    if self._gate.is_asleep and self._spec.sleep_level:
-                        await self._within(engine.wake_up(tags=["weights"]), left_s(), "wake-up of the weights")
-                    # Concurrently with the workers' call: nothing is sampled any more, so the counts are final.
-                    counting = asyncio.ensure_future(self._count_tokens(engine, left_s()))
-                    try:
-                        results = await self.call_workers(method, *args, timeout_s=left_s())
-                        self._gate.outcome = reply_state(results)
-                        boundaries = await counting
-                    except BaseException:
-                        counting.cancel()
-                        raise
-                    if self._gate.outcome == "ok":
-                        if self._gate.is_asleep and self._spec.sleep_level:
-                            await self._within(engine.wake_up(tags=["kv_cache"]), left_s(), "wake-up of the cache")
-                        self._gate.is_asleep = False
-                        for _, request, num_tokens in boundaries:
-                            request.output.versions.append(num_tokens, version)
-                        self._version = version
-                        if self._spec.in_flight == "keep":
-                            taken_out = await self._readmit_unstarted(engine)
-                    written = self._clock()
-                resumed = self._clock()
+                results = await self.call_workers(method, *args, timeout_s=left_s())
+                gate.outcome = reply_state(results)
+                counts.extend(await counting)
+            except BaseException:
+                counting.cancel()
+                raise
+            return results
+
+        async def go_live(left_s: LeftS) -> None:
+            if gate.is_asleep and self._spec.sleep_level:
+                await self._within(engine.wake_up(tags=["kv_cache"]), left_s(), "wake-up of the cache")
+            gate.is_asleep = False
+            for _, request, num_tokens in counts:
+                request.output.versions.append(num_tokens, version)
+            self._version = version
+            if self._spec.in_flight == "keep":
+                taken_out.extend(await self._readmit_unstarted(engine))
+
+        async with gate.closed():
+            engine = self._engine
+            try:
+                return await commit_between_steps(
+                    gate.pause(), drain=drain, write=write, go_live=go_live, timeout_s=timeout_s, clock=self._clock
+                )
             finally:
                 if taken_out and not self._is_dead:  # only now: it wakes a stream for each of them
                     await self._abort_in_vllm(taken_out, internal=True)
-            return CommitResult(
-                results=results, pause_s=resumed - paused, drain_s=paused - begin, resume_s=resumed - written
-            )
 
     async def sleep(self) -> None:
         if self._spec.sleep_level is None:

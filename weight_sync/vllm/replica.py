@@ -10,17 +10,59 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from weight_sync.messages import CommitResult, reply_state
 from weight_sync.vllm.compat import InFlight, pause_engine, resume_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable
+    from contextlib import AbstractAsyncContextManager
 
 
 RESUME_S = 30.0
 """The engine goes on within this time, whatever is left of the commit's own."""
+
+
+LeftS = Callable[[], float]
+"""Seconds that are left of a commit's own time."""
+
+
+async def commit_between_steps(
+    pause: AbstractAsyncContextManager[None],
+    *,
+    drain: Callable[[LeftS], Awaitable[None]],
+    write: Callable[[LeftS], Awaitable[list[bytes]]],
+    go_live: Callable[[LeftS], Awaitable[None]],
+    timeout_s: float,
+    clock: Callable[[], float],
+) -> CommitResult:
+    """What every host of an engine does to commit a version, and what it takes.
+
+    Args:
+        pause: around all of it; its end lets the engine go on, unless the workers hold a mixture.
+        drain: stops the engine; returns once no step runs.
+        write: the workers' replies.
+        go_live: labels what is sampled from here on, if every worker took the version.
+    """
+    asked = clock()
+
+    def left_s() -> float:
+        return max(0.0, timeout_s - (clock() - asked))
+
+    async with pause:
+        await drain(left_s)
+        drained = clock()
+        results = await write(left_s)
+        if reply_state(results) == "ok":
+            await go_live(left_s)
+        answered = clock()
+    resumed = clock()
+    return CommitResult(
+        results=results, pause_s=resumed - drained, drain_s=drained - asked, resume_s=resumed - answered
+    )
 
 
 def _nobody(version: int) -> None:
@@ -39,7 +81,13 @@ class AsyncLLMReplica:
     """
 
     def __init__(
-        self, engine: Any, *, name: str, in_flight: InFlight = "keep", on_live: Callable[[int], None] = _nobody
+        self,
+        engine: Any,
+        *,
+        name: str,
+        in_flight: InFlight = "keep",
+        on_live: Callable[[int], None] = _nobody,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -56,6 +104,7 @@ class AsyncLLMReplica:
         self._engine = engine
         self._in_flight: InFlight = in_flight
         self._on_live = on_live
+        self._clock = clock
         self._turn = asyncio.Lock()
 
     @property
@@ -89,27 +138,30 @@ class AsyncLLMReplica:
             raise TimeoutError(f"engine {self.name} did not {what} within {timeout_s:g} s; {hint}") from error
 
     async def _commit(self, version: int, method: str, args: tuple[object, ...], timeout_s: float) -> CommitResult:
-        async with self._turn:
-            asked, state = time.monotonic(), self._settled("failed")
-            try:
-                await self._within(timeout_s, pause_engine(self._engine, mode=self._in_flight), "pause")
-                drained = time.monotonic()
-                state = "dirty"  # until everybody has answered, somebody may be in the middle of it
-                results = await self.call(method, *args, timeout_s=max(0.0, asked + timeout_s - drained))
-                state = self._settled(reply_state(results))
-                if state == "ok":
-                    self.version = version
-                    self._on_live(version)
-            finally:
-                self.is_dirty = state == "dirty"
-                answered = time.monotonic()
-                if not self.is_dirty:
-                    await self._within(RESUME_S, resume_engine(self._engine), "resume")
-            resumed = time.monotonic()
-        return CommitResult(
-            results=results, pause_s=resumed - drained, drain_s=drained - asked, resume_s=resumed - answered
-        )
+        async def drain(left_s: LeftS) -> None:
+            await self._within(timeout_s, pause_engine(self._engine, mode=self._in_flight), "pause")
 
-    def _settled(self, state: Literal["ok", "failed", "dirty"]) -> Literal["ok", "failed", "dirty"]:
-        """Only a commit that succeeds everywhere makes a mixture whole."""
-        return "dirty" if self.is_dirty and state == "failed" else state
+        async def write(left_s: LeftS) -> list[bytes]:
+            was_dirty, self.is_dirty = self.is_dirty, True  # until all have answered, one may be in the middle of it
+            results = await self.call(method, *args, timeout_s=left_s())
+            state = reply_state(results)
+            # Only a commit that succeeds everywhere makes a mixture whole.
+            self.is_dirty = state == "dirty" or (was_dirty and state == "failed")
+            return results
+
+        async def go_live(left_s: LeftS) -> None:
+            self.version = version
+            self._on_live(version)
+
+        async with self._turn:
+            return await commit_between_steps(
+                self._pause(), drain=drain, write=write, go_live=go_live, timeout_s=timeout_s, clock=self._clock
+            )
+
+    @asynccontextmanager
+    async def _pause(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            if not self.is_dirty:
+                await self._within(RESUME_S, resume_engine(self._engine), "resume")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.fakes.virtual_time import run_virtual
 from weight_sync.messages import Reply, encode, reply_state
-from weight_sync.vllm import replica as vllm_replica
 from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
@@ -65,14 +63,13 @@ async def test_a_commit_pauses_calls_labels_and_resumes_in_this_order() -> None:
     assert replica.cache_salt == "v7"
 
 
-def test_times_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_told_apart() -> None:
     engine = Engine()
     engine.pause_s, engine.commit_s, engine.resume_s = 0.05, 0.1, 0.02
 
     async def commit_at_virtual_time() -> CommitResult:
-        clock = asyncio.get_running_loop().time
-        monkeypatch.setattr(vllm_replica, "time", SimpleNamespace(monotonic=clock))
-        return await replica_of(engine).commit(1, "ws_commit", timeout_s=5.0)
+        replica = replica_of(engine, clock=asyncio.get_running_loop().time)
+        return await replica.commit(1, "ws_commit", timeout_s=5.0)
 
     result = run_virtual(commit_at_virtual_time())
     assert result.drain_s == pytest.approx(0.05)
