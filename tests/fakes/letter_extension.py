@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weight_sync.messages import Reply, encode
-from weight_sync.vllm.compat import keep_weights_addressable
+from weight_sync.vllm.cpu import keep_weights_addressable
 
 keep_weights_addressable()
 

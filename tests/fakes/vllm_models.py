@@ -41,7 +41,7 @@ from weight_sync.publish.shards import local_shards
 from weight_sync.receive.quantized import Reloads
 from weight_sync.receive.recorder import record, record_layout
 from weight_sync.receive.staging import Landing, build_landing, parameter_bytes
-from weight_sync.vllm.compat import keep_weights_addressable
+from weight_sync.vllm.cpu import keep_weights_addressable
 from weight_sync.vllm.reload import layerwise_reloader
 
 if TYPE_CHECKING:

