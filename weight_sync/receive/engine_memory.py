@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -125,7 +125,7 @@ class EngineMemory:
         """
         moved: list[str] = []
         for binding in self._bindings:
-            if binding.registry.get(binding.key) is not binding.tensor or not _shares_memory(binding):
+            if not binding.is_kept():
                 self.held[binding.name] = binding.registry.get(binding.key)
                 binding.registry[binding.key] = binding.tensor
                 binding.tensor.data = binding.alias
@@ -179,8 +179,7 @@ def _blocks_of(
     return blocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Binding:
+class _Binding(NamedTuple):
     """How a module holds a tensor, to put it back: `registry[key] is tensor`, whose memory `alias` keeps."""
 
     name: str
@@ -190,33 +189,23 @@ class _Binding:
     alias: torch.Tensor
     address: int
 
+    def is_kept(self) -> bool:
+        if self.registry.get(self.key) is not self.tensor:
+            return False
+        try:
+            return self.tensor.data_ptr() == self.address and self.tensor.shape == self.alias.shape
+        except RuntimeError:  # bound to a tensor without data
+            return False
+
 
 def _bindings_of(model: torch.nn.Module) -> list[_Binding]:
-    bindings: list[_Binding] = []
-    for prefix, module in model.named_modules():
-        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for registry in registries:
-            for key, tensor in registry.items():
-                if tensor is not None and tensor.device.type != "meta":
-                    name = f"{prefix}.{key}" if prefix else key
-                    alias, address = tensor.detach(), tensor.data_ptr()
-                    bindings.append(
-                        _Binding(name=name, registry=registry, key=key, tensor=tensor, alias=alias, address=address)
-                    )
-    return bindings
-
-
-def _shares_memory(binding: _Binding) -> bool:
-    try:
-        return binding.tensor.data_ptr() == binding.address and binding.tensor.shape == binding.alias.shape
-    except RuntimeError:  # bound to a tensor without data
-        return False
-
-
-@dataclass(slots=True)
-class _Writes:
-    copied: list[np.ndarray] = field(default_factory=list)
-    filled: list[np.ndarray] = field(default_factory=list)
+    return [
+        _Binding(f"{prefix}.{key}" if prefix else key, registry, key, tensor, tensor.detach(), tensor.data_ptr())
+        for prefix, module in model.named_modules()
+        for registry in (module._parameters, module._buffers)
+        for key, tensor in registry.items()
+        if tensor is not None and tensor.device.type != "meta"
+    ]
 
 
 class Counts(NamedTuple):
@@ -239,36 +228,31 @@ class Coverage:
     """Which elements of which engine tensor were written, and whether that adds up to exactly once."""
 
     def __init__(self) -> None:
-        self._writes: defaultdict[str, _Writes] = defaultdict(_Writes)
+        self._copied: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+        self._filled: defaultdict[str, list[np.ndarray]] = defaultdict(list)
 
     def add_copy(self, place: Place) -> None:
         """Elements that come from the checkpoint. Raises TooScattered."""
-        self._writes[place.block.name].copied.append(place.spans())
+        self._copied[place.block.name].append(place.spans())
 
     def add_fill(self, place: Place) -> int:
         """Elements set to a constant (vocabulary padding); returns how many had come from the checkpoint before.
 
         A fill that a later copy overwrites is no padding and does no harm. Raises TooScattered.
         """
-        writes, spans = self._writes[place.block.name], place.spans()
-        _, num_twice_before = merge_spans(_concat(writes.copied))
-        _, num_twice_after = merge_spans(_concat([*writes.copied, spans]))
-        writes.filled.append(spans)
-        return num_twice_after - num_twice_before
+        spans, copied = place.spans(), self._copied[place.block.name]
+        self._filled[place.block.name].append(spans)
+        return _merged([*copied, spans])[1] - _merged(copied)[1]
 
     def of(self, block: Block) -> Counts:
         """How often the elements of one engine tensor were written."""
-        writes = self._writes[block.name]
-        copied, num_twice = merge_spans(_concat(writes.copied))
-        written, _ = merge_spans(_concat([*writes.copied, *writes.filled]))
-        num_copied, num_written = _length(copied), _length(written)
-        never = block.num_elements - num_written
-        return Counts(copied=num_copied, filled=num_written - num_copied, never=never, twice=num_twice)
+        copied, filled = self._copied[block.name], self._filled[block.name]
+        num_copied, num_twice = _merged(copied)
+        num_written, _ = _merged([*copied, *filled])
+        return Counts(num_copied, num_written - num_copied, block.num_elements - num_written, num_twice)
 
 
-def _concat(spans: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate(spans) if spans else np.zeros((0, 2), np.int64)
-
-
-def _length(spans: np.ndarray) -> int:
-    return int((spans[:, 1] - spans[:, 0]).sum())
+def _merged(spans: Sequence[np.ndarray]) -> tuple[int, int]:
+    """Elements that are covered, and those more than once."""
+    merged, num_twice = merge_spans(np.concatenate([np.zeros((0, 2), np.int64), *spans]))
+    return int((merged[:, 1] - merged[:, 0]).sum()), num_twice

@@ -46,7 +46,7 @@ from weight_sync.messages import (
 from weight_sync.node import node_id, reachable_host
 from weight_sync.plan.agreement import open_pull
 from weight_sync.receive.relay import RelayEnds
-from weight_sync.receive.staging import Landing, Residence, build_landing, parameter_bytes
+from weight_sync.receive.staging import Landing, ParameterAddresses, build_landing, parameter_bytes
 from weight_sync.transports.base import OnArrived, Piece, ReceiverEnd
 from weight_sync.transports.select import Reach
 
@@ -293,7 +293,7 @@ class ReceiverEpoch:
                 self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
             )
             self._arrived = self._digests_of(landing.arrivals) if request.verify else {}
-            self._residence = Residence(host.model, landing.written)
+            self._residence = ParameterAddresses(host.model, landing.written)
             self._copy: BatchCopy = BatchCopy(host.backend, landing.moves)
             undo.pop_all()
 

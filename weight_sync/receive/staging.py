@@ -17,7 +17,7 @@ from weight_sync.receive.quantized import VIRTUAL_PREFIXES, ModuleReload
 from weight_sync.transports.base import Piece, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from weight_sync.device.base import Backend, PersistentBlock
     from weight_sync.messages import CommitMode
@@ -130,7 +130,7 @@ def parameter_bytes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return views
 
 
-class Residence:
+class ParameterAddresses:
     """Where the tensors of a model live, remembered so that a look whether one moved takes microseconds.
 
     Walking the modules of a 7B model takes milliseconds, in which an engine would stand still.
@@ -138,14 +138,13 @@ class Residence:
 
     def __init__(self, model: torch.nn.Module, names: Collection[str]) -> None:
         """`names` are the tensors to watch; one that the model does not have counts as moved."""
-        self._entries: list[tuple[str, dict[str, Any], str, int]] = []
-        for prefix, module in model.named_modules():
-            registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for registry in registries:
-                for key, tensor in registry.items():
-                    name = f"{prefix}.{key}" if prefix else key
-                    if tensor is not None and name in names:
-                        self._entries.append((name, registry, key, tensor.data_ptr()))
+        self._entries: list[tuple[str, dict[str, Any], str, int]] = [
+            (name, registry, key, tensor.data_ptr())
+            for prefix, module in model.named_modules()
+            for registry in (module._parameters, module._buffers)
+            for key, tensor in registry.items()
+            if tensor is not None and (name := f"{prefix}.{key}" if prefix else key) in names
+        ]
         self._missing = sorted(set(names) - {name for name, *_ in self._entries})
 
     def moved(self) -> list[str]:
@@ -193,9 +192,11 @@ def build_landing(
         undo.pop_all()
     written = frozenset(run.dst_param for run, virtual in zip(plan.runs, is_virtual, strict=True) if not virtual)
     if shadow is None or landed is None:
-        return Landing(targets, targets, _pieces_in_place(plan, targets), None, written, fallback)
+        spans = [(run.src_rank, run.src_off, target) for run, target in zip(plan.runs, targets, strict=True)]
+        return Landing(targets, targets, _pieces(spans), None, written, fallback)
     kept = tuple(at if virtual else own for own, at, virtual in zip(targets, landed, is_virtual, strict=True))
-    return Landing(kept, tuple(landed), _pieces_to_shadow(layout, shadow), shadow, written, fallback)
+    spans = [(r.src_rank, r.src_off, shadow.tensor[r.shadow_off : r.shadow_off + r.nbytes]) for r in layout.ranges]
+    return Landing(kept, tuple(landed), _pieces(spans), shadow, written, fallback)
 
 
 def _destination(name: str, offset: int, nbytes: int, views: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -219,18 +220,10 @@ def _make_shadow(layout: ShadowPlan, backend: Backend, commit: CommitMode) -> Pe
         return None
 
 
-def _pieces_in_place(plan: PullPlan, params: tuple[torch.Tensor, ...]) -> dict[int, tuple[Piece, ...]]:
+def _pieces(spans: Iterable[tuple[int, int, torch.Tensor]]) -> dict[int, tuple[Piece, ...]]:
+    """Source rank -> copies of (rank, offset there, target)."""
     found: dict[int, list[Piece]] = {}
-    for run, target in zip(plan.runs, params, strict=True):
-        copies = found.setdefault(run.src_rank, [])
-        copies.extend(Piece(run.src_off + start, target[start : start + size]) for start, size in pieces(run.nbytes))
-    return {rank: tuple(copies) for rank, copies in found.items()}
-
-
-def _pieces_to_shadow(layout: ShadowPlan, shadow: PersistentBlock) -> dict[int, tuple[Piece, ...]]:
-    found: dict[int, list[Piece]] = {}
-    for span in layout.ranges:
-        target = shadow.tensor[span.shadow_off : span.shadow_off + span.nbytes]
-        copies = found.setdefault(span.src_rank, [])
-        copies.extend(Piece(span.src_off + start, target[start : start + size]) for start, size in pieces(span.nbytes))
+    for rank, at, target in spans:
+        copies = found.setdefault(rank, [])
+        copies += [Piece(at + start, target[start : start + size]) for start, size in pieces(target.numel())]
     return {rank: tuple(copies) for rank, copies in found.items()}
