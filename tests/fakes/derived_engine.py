@@ -52,8 +52,8 @@ class Layer(torch.nn.Module):
             case "shuffled":
                 self.weight.data = self.weight.data.flip(0).contiguous()
             case "packed":
-                packed = self.weight.data.t().contiguous()
-                vars(self)["cached"] = lambda: packed
+                packed, handle = self.weight.data.t().contiguous(), object()  # a new one each time, as of a library
+                vars(self)["cached"] = lambda: (packed, handle)[0]
             case "renamed":
                 self.kernel = _parameter(self.weight.data.t().contiguous())
                 del self.weight

@@ -15,7 +15,7 @@ Reports = dict[tuple[str, str, int], dict[str, Any]]
 
 DENSE = Qwen2Config(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=128, max_position_embeddings=64, tie_word_embeddings=False,
+    vocab_size=100, max_position_embeddings=64, tie_word_embeddings=False,
 )  # fmt: skip
 MLA = DeepseekV2Config(
     hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
