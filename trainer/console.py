@@ -18,6 +18,7 @@ TOOLS = {
     "check": "trainer.tools.check_plugin",
     "doctor": "trainer.tools.doctor",
     "export": "trainer.tools.export",
+    "sleep": "trainer.tools.sleep",
     "view": "trainer.tools.view",
 }
 """Subcommand -> the module whose `main` it is, imported when it is asked for."""

@@ -19,19 +19,22 @@ import psutil
 from tests.fakes.process_life import command_line, is_running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOK_EVERY_S = 0.2
 
 
 class TrainerProcess:
-    """Starts at once, in a new session. `close` stops whatever still runs."""
+    """Starts at once, in a new session, in the environment of another `host` if asked. `close` stops what runs."""
 
-    def __init__(self, run_dir: Path, *overrides: str, cache: Path, directory: Path = ROOT) -> None:
+    def __init__(
+        self, run_dir: Path, *overrides: str, cache: Path, directory: Path = ROOT, host: Mapping[str, str] | None = None
+    ) -> None:
         self.run_dir = run_dir
         self.output = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.out")
         env = {**os.environ, "TANDEM_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+        env |= {} if host is None else host
         # The suite may run under nohup, which would have a run ignore that its terminal is closed.
         command = ["env", "--default-signal=HUP", sys.executable, "-m", "trainer", f"run_dir={run_dir}"]
         command += ["telemetry.progress=plain", *overrides]

@@ -103,6 +103,39 @@ class HostBinding(TorchBinding):
         self.num_released += 1
 
 
+class DeviceLikeBinding(HostBinding):
+    """For whole runs: tensors that torch makes count as the device's, and those in shared memory as the host's."""
+
+    def __init__(self, library: str) -> None:
+        super().__init__()
+        self._library = ctypes.CDLL(library)
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        nbytes = tensor.numel() * tensor.element_size()
+        return not self._library.fake_owns(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(nbytes))
+
+
+def vendor_host(name: str, directory: Path, *, num_devices: int) -> dict[str, str]:
+    """Environment of a run on a host that has `num_devices` of this vendor, says `vendor_host/sitecustomize.py`."""
+    directory.mkdir(exist_ok=True)
+    library = Path(compile_fakes(directory)[name])
+    place = directory / {"rocm": "lib/libamdhip64.so", "npu": "lib64/libascendcl.so"}[name]
+    place.parent.mkdir()
+    library.rename(place)
+    root = Path(__file__).parents[3]
+    return {
+        "PYTHONPATH": f"{root / 'tests/fakes/vendor_host'}:{root}",
+        "ROCM_PATH": str(directory),
+        "ASCEND_HOME_PATH": str(directory),
+        "FAKE_VENDOR": name,
+        "FAKE_LIBRARY": str(place),
+        "FAKE_NUM_DEVICES": str(num_devices),
+        "FAKE_DEVICE_HAS_ALL_BUT_SHARED_MEMORY": "1",
+        # One process and one import less, as on a host without accelerators.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+
+
 def make_binding(name: str, library: str) -> HostBinding | HostNpuBinding:
     """torch's side of the backend called `name`, above its fake `library`."""
     return HostNpuBinding(library) if name == "npu" else HostBinding()

@@ -68,13 +68,15 @@ static uint64_t fake_mapped_inode(const void *pointer, size_t size) {
   return found;
 }
 
-/* Whether this is device memory. */
+static fake_host *fake_host_of(const void *pointer, size_t size);
+
+/* Whether this is device memory. In whole runs that is all memory that torch has, but for what is shared or pinned. */
 int fake_owns(const void *pointer, size_t size) {
   for (int i = 0; i < FAKE_MAX_BLOCKS; i++)
     if (fake_blocks[i].pointer && (char *)fake_blocks[i].pointer <= (const char *)pointer &&
         (const char *)pointer + size <= (char *)fake_blocks[i].pointer + fake_blocks[i].size)
       return 1;
-  return 0;
+  return getenv("FAKE_DEVICE_HAS_ALL_BUT_SHARED_MEMORY") && !fake_mapped_inode(pointer, size) && !fake_host_of(pointer, size);
 }
 
 static long fake_count_hosts(int unmapped_only) {

@@ -43,7 +43,7 @@ def test_programs_that_a_run_starts_are_its_own(foreign: Path) -> None:
 def test_a_mistake_has_the_exit_code_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["seeed=1", "seed=x"]) == 2
     assert "did you mean seed" in capsys.readouterr().err
-    assert set(TOOLS) == {"advise", "bench", "check", "doctor", "export", "view"}
+    assert set(TOOLS) == {"advise", "bench", "check", "doctor", "export", "sleep", "view"}
 
 
 def test_tools_are_listed_and_run_by_name(capsys: pytest.CaptureFixture[str]) -> None:
