@@ -64,12 +64,17 @@ async def test_an_engine_gets_what_torch_gathers_and_replicas_share_the_work(sha
             assert all(abs(packed[rank] - packed[rank + 2]) <= row for rank in range(2)), packed
 
 
-async def test_replicas_that_differ_are_refused_before_a_byte_moves(tmp_path: Path) -> None:
-    async with learners("replicas", tmp_path) as ranks:
+@pytest.mark.parametrize(
+    ("sharding", "name", "pair"), [("replicas", "down.weight", (1, 3)), ("tensor parallel", "norm.weight", (2, 3))]
+)
+async def test_replicas_that_differ_are_refused_before_a_byte_moves(
+    sharding: str, name: str, pair: tuple[int, int], tmp_path: Path
+) -> None:
+    async with learners(sharding, tmp_path) as ranks:
         await everyone(ranks, "train", 1)
-        await ranks[3].call("disturb", "down.weight")
+        await ranks[3].call("disturb", name)
         coordinator = SyncCoordinator(ranks, [LocalReplica("r0")], options=SyncOptions(timeout_s=PATIENT_S))
-        words = r"ranks 1 and 3 are replicas, but hold different values of down\.weight"
+        words = f"ranks {pair[0]} and {pair[1]} are replicas, but hold different values of {name}"
         with pytest.raises(PlanMismatch, match=words):
             await coordinator.open()
         await coordinator.close()
