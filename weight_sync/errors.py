@@ -45,14 +45,7 @@ class TransportUnusable(WeightSyncError):
 
 
 class RelayStalled(WeightSyncError):
-    """The replica that a source is read from went silent, ended, or gave the version up: read on from the learner.
-
-    `pieces_done` pieces of the source have arrived whole before that.
-    """
-
-    def __init__(self, message: str, *, pieces_done: int = 0) -> None:
-        super().__init__(message)
-        self.pieces_done = pieces_done
+    """The replica that a source is read from went silent, ended, or gave the version up: somebody else has the rest."""
 
 
 class DeviceError(Exception):

@@ -14,6 +14,7 @@ import msgspec
 
 from weight_sync import errors
 from weight_sync.device.base import IpcHandle  # noqa: TC001 - msgspec reads the annotations
+from weight_sync.plan.routes import Stage  # noqa: TC001 - likewise
 from weight_sync.plan.types import ParamMeta, Table, Version, WorkerLayout  # noqa: TC001 - likewise
 
 if TYPE_CHECKING:
@@ -377,13 +378,16 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """How a successor finds a receiver's shadow and progress."""
+    """How a successor reads what a receiver holds in its shadow: one slot."""
 
     owner: str
     """Name for messages, "replica/worker"."""
-    shadow: IpcHandle
-    progress: IpcHandle
+    node: str
+    address: PeerAddress
+    arenas: tuple[ArenaHandle, ...]
+    """The shadow by every way it can be read, best first."""
     layout: str
+    """Equal for two receivers exactly if their shadows are laid out alike."""
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
@@ -433,19 +437,31 @@ class Pending(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="p
 
 
 class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="link"):
-    """From the next pull on, bring the sources in this order, and some of them from another replica. A pull that is
+    """From the next pull on, bring the sources in this order, and some of them from other replicas. A pull that is
     under way ends."""
 
-    order: tuple[int, ...]
-    relayed: tuple[int, ...]
-    predecessor: RelayHandle | None
-    is_read: bool
-    """Somebody reads from you."""
+    stages: tuple[Stage, ...]
+    predecessors: tuple[RelayHandle, ...]
+    readers: tuple[str, ...]
+    """Workers that read from you."""
 
 
 class Linked(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="linked"):
-    is_relayed: bool
-    """False if the predecessor's memory cannot be mapped: everything comes from the learners."""
+    pass
+
+
+class AwaitRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="await"):
+    """From a successor: answer once more than `position` bytes of this source's part of your shadow hold the version;
+    at once if `position` is negative. Refused if they will not, or not any more."""
+
+    version: int
+    rank: int
+    position: int
+
+
+class Available(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="available"):
+    position: int
+    """Bytes of the source's part of the shadow, from its start, that hold the version and may be read."""
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
@@ -539,11 +555,24 @@ Request = (
     | ReplicaLeft
     | PrefetchRequest
     | LinkRequest
+    | AwaitRequest
     | TransportRequest
 )
 
 
-Response = Pong | LeaseGranted | Pending | Renewed | Released | Dropped | Arrived | Linked | Refused | TransportResponse
+Response = (
+    Pong
+    | LeaseGranted
+    | Pending
+    | Renewed
+    | Released
+    | Dropped
+    | Arrived
+    | Linked
+    | Available
+    | Refused
+    | TransportResponse
+)
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -213,12 +214,13 @@ def sync_traffic(
         dict.fromkeys(range(tp), range(num_ranks)),
         relay=cfg.weight_sync.relay if is_staged else "off",  # only shadow blocks are relayed
     )
-    max_readers = max(sum(route[rank] is None for route in routes.values()) for rank in range(num_ranks))
+    stages = [stage for route in routes.values() for stage in route.stages]
+    readers = Counter(rank for stage in stages if not stage.via for rank in stage.ranks)
     return SyncTraffic(
         version_bytes=version_bytes,
         device_bytes=-(-version_bytes // tp),
-        rank_bytes=-(-version_bytes * max_readers // (tp * num_ranks)),
-        relays=any(via is not None for route in routes.values() for via in route.values()),
+        rank_bytes=-(-version_bytes * max(readers.values()) // (tp * num_ranks)),
+        relays=any(route.predecessors for route in routes.values()),
     )
 
 

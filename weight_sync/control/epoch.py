@@ -182,7 +182,7 @@ class EpochOpener:
         workers = {member.name: member.workers for member in members}
         # Thousands of workers take a while; the loop has other things to do.
         requests = await asyncio.to_thread(_link_requests, agreement, workers, relay)
-        num_readable = sum(request.is_read for told in requests.values() for request in told)
+        num_readable = sum(bool(request.readers) for told in requests.values() for request in told)
         if num_readable:
             num_workers = sum(map(len, workers.values()))
             log.info("replicas hand versions on: %d of %d workers are read by others", num_readable, num_workers)
@@ -300,22 +300,19 @@ def _link_requests(
         ]
         for name, workers in members.items()
     }
-    handles = {f"{name}/{info.worker}": info.relay for name, workers in members.items() for info in workers}
+    everyone = [(f"{name}/{info.worker}", info.relay) for name, workers in members.items() for info in workers]
+    handles = {name: relay for name, relay in everyone if relay is not None}
     nodes = {info.rank: info.node for info in agreement.publishers}
     receivers = [party for team in parties.values() for party in team]
     routes = plan_routes(nodes, receivers, agreement.plan.sources, relay=relay)
-    # A receiver has one predecessor, whatever the source.
-    predecessors = {name: next(filter(None, route.values()), None) for name, route in routes.items()}
-    read = set(predecessors.values())
+    readers: dict[str, list[str]] = {name: [] for name in routes}
+    for name, route in routes.items():
+        for other in route.predecessors:
+            readers[other].append(name)
 
     def request(name: str) -> LinkRequest:
-        predecessor, route = predecessors[name], routes[name]
-        return LinkRequest(
-            order=tuple(route),
-            relayed=tuple(rank for rank, via in route.items() if via is not None),
-            predecessor=None if predecessor is None else handles[predecessor],
-            is_read=name in read,
-        )
+        predecessors = tuple(handles[other] for other in routes[name].predecessors)
+        return LinkRequest(stages=routes[name].stages, predecessors=predecessors, readers=tuple(readers[name]))
 
     return {name: [request(party.name) for party in team] for name, team in parties.items()}
 

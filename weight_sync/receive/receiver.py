@@ -27,11 +27,16 @@ from weight_sync.channel import ControlServer
 from weight_sync.errors import DigestMismatch, PullTimeout, ReplicaDirty, WeightSyncError
 from weight_sync.messages import (
     Arrived,
+    AwaitRequest,
     BakedLayout,
     BakeRequest,
     Linked,
     LinkRequest,
     OpenReceiver,
+    PairDrop,
+    PairMeet,
+    PairSend,
+    PairWatch,
     PrefetchRequest,
     PullReport,
     ReceiverInfo,
@@ -221,7 +226,7 @@ class WeightReceiver:
             node=node_id(),
             transports=epoch.transports,
             reasons=epoch.reasons,
-            relay=epoch.relay_handle,
+            relay=epoch.relay.handle(server.address),
         )
 
     def prefetch(self, version: int, *, deadline_s: float) -> Future[Pulled]:
@@ -364,13 +369,16 @@ class WeightReceiver:
             if self._prefetch is not None and self._prefetch.version == version:
                 self.abort()
 
-    def _handle(self, sender: str, request: Request) -> Future[Response]:
-        """Begin what the coordinator asks for. Runs in the control thread, which must stay free to answer pings."""
+    def _handle(self, sender: str, request: Request) -> Response | Future[Response]:
+        """Begin what the coordinator asks for, or answer a successor. Runs in the control thread, which must stay free
+        to answer pings."""
         match request:
             case PrefetchRequest():
                 return self._in_turn(lambda reply: self._bring(request, reply))
             case LinkRequest():
-                return self._in_turn(lambda reply: reply.set_result(Linked(is_relayed=self._link(request))))
+                return self._in_turn(lambda reply: reply.set_result(self._link(request)))
+            case AwaitRequest() | PairMeet() | PairSend() | PairWatch() | PairDrop():
+                return self._opened().relay.answer(sender, request)
             case _:
                 raise ValueError(f"{sender} sent a {type(request).__name__}, which an engine worker does not answer")
 
@@ -400,7 +408,7 @@ class WeightReceiver:
 
         self.prefetch(request.version, deadline_s=request.deadline_s).add_done_callback(finish)
 
-    def _link(self, request: LinkRequest) -> bool:
+    def _link(self, request: LinkRequest) -> Linked:
         """Links change between two syncs, so a pull that is under way is nobody's any more and ends: with its old links
         among the new ones of the others it could close a circle, and the memory that it reads may be about to go."""
         with self._prefetch_lock:
@@ -410,7 +418,8 @@ class WeightReceiver:
                     f"worker {self._worker}: a pull does not stop and still reads by its old links; the engine must be "
                     "restarted"
                 )
-            return epoch.link(request)
+            epoch.link(request)
+            return Linked()
 
     def _report(self, version: int, pulled: Pulled, *, commit_s: float, has_moved: bool) -> PullReport:
         plan = self._opened().plan

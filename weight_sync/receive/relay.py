@@ -1,251 +1,77 @@
 """Serving a version to other workers while it still arrives, and reading one that another worker serves.
 
-Receivers with one worker index have equal shadow layouts (`pull.shadow_plan` is pure), in which the pieces of a source
-lie behind each other in pull order. So all that a successor needs is that memory and how far it is filled.
+Receivers with one worker index have equal shadow layouts (`staging.shadow_plan` is pure), in which the pieces of a
+source lie behind each other in pull order: a **stretch**. So all that a successor needs is a way to read that memory,
+which is a slot like any learner's, and how far the stretch is filled.
 
-     predecessor                                         successor
-     ┌──────────── shadow ────────────┐    copies        ┌──────────── shadow ────────────┐
-     │ source 0 ████████████████░░░░░ │ ───────────────> │ source 0 ███████████░░░░░░░░░░ │ ──> its own successor
-     └────────────────────────────────┘                  └────────────────────────────────┘
-       RelayOutlet: progress page ──── looked at ──────>   RelayInlet
+    successor                                          predecessor
+      await(version, rank, position) ────────────────> available(position), once there is more
+      <══════ bytes, by ipc or a pair ═══════════════
+      await(version, rank, -1) ──────────────────────> available(position): what was read is whole
+      then it tells its own successors
 
-How a receiver brings one source in, whatever its route:
-
-    outlet.begin(version)                          # once, before the first byte of any source
-    done = 0
-    if predecessor is not None:
-        try:
-            inlet.pull(rank, version, check=check, outlet=outlet)
-            done = len(pieces)
-        except RelayStalled as stalled:            # went silent, died, gave up: the learner has the rest
-            done = stalled.pieces_done
-    end.pull(rank, slot, pieces[done:], check=check, on_arrived=lambda n: outlet.advance(rank, done + n))
-
-It compares the digests of what arrived as ever: bytes that a predecessor received damaged are found by each who copies
-them. To pull a source again, `outlet.advance(rank, 0)` first.
+The last question is what makes a read count: a predecessor begins a version before it writes the first byte of it, and
+refuses questions for the version before from then on. Bytes that it received damaged are found by each who compares
+digests. Whatever goes wrong, the next predecessor is asked for the rest, and the learner in the end.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from bisect import bisect_right
-from collections import deque
+from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import numpy as np
 
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.device.process import require_alive
-from weight_sync.errors import DeviceError, PlanMismatch, RelayStalled
-from weight_sync.messages import RelayHandle
-from weight_sync.transports import base as transport
-from weight_sync.transports.base import PIECE_BYTES, OnArrived, ignore
+from weight_sync.errors import (
+    DeviceError,
+    PlanMismatch,
+    PublisherLost,
+    RelayStalled,
+    VersionUnavailable,
+    WeightSyncError,
+)
+from weight_sync.messages import ArenaHandle, Available, AwaitRequest, LinkRequest, Ping, Pong, RelayHandle
+from weight_sync.node import node_id
+from weight_sync.transports import pair
+from weight_sync.transports.base import PIECE_BYTES, OnArrived, Piece, ignore
+from weight_sync.transports.mapped import DEVICE
+from weight_sync.transports.pair_sender import Peers, Sender
+from weight_sync.transports.select import open_end, ways
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import numpy.typing as npt
+    import torch
 
-    from weight_sync.device.base import Backend, IpcHandle, PersistentBlock
-    from weight_sync.messages import LinkRequest
-    from weight_sync.receive.staging import Landing
-    from weight_sync.transports.base import Piece
-
-
-POLL_S = 0.0002
-"""Between two looks at a page that shows nothing new."""
-ALIVE_EVERY_S = 0.05
-"""Between two looks whether the writer's process still lives."""
-PATIENCE_S = 2.0
-"""Silence after which a writer counts as stopped. It reports or beats every few milliseconds, except while it compares
-digests; and an engine under load may keep its threads from running for a good part of a second."""
-BEATS_FACTOR = 5.0
-"""Behind a silent writer the whole line moves again after one patience; after several it can only be a circle."""
-
-COUNT_BITS = 24
-MAX_PIECES = (1 << COUNT_BITS) - 2
-MAX_VERSION = (1 << (63 - COUNT_BITS)) - 2
-_ENDED = (1 << COUNT_BITS) - 1
-"""A count that no track reaches: the writer gave this version up."""
-_CLOSED = -1
-_WORD_BYTES = 8
+    from weight_sync.channel import ControlClient
+    from weight_sync.device.base import Backend, PersistentBlock
+    from weight_sync.messages import PeerAddress, Response, TransportRequest
+    from weight_sync.transports.base import Check, ReceiverEnd
 
 
-class ProgressWriter:
-    """The page of one receiver. Used by one thread, the one that pulls.
+log = logging.getLogger(__name__)
 
-    begin(v) ─> advance(track, n) ... ─> begin(v + 1) ...        end(): nothing is to be read
-    """
-
-    def __init__(self, num_pieces: Sequence[int]) -> None:
-        """
-        Args:
-            num_pieces: of each track.
-
-        Raises:
-            ValueError: a track has more pieces than can be counted.
-            DeviceError: no shared memory.
-        """
-        if max(num_pieces, default=0) > MAX_PIECES:
-            raise ValueError(f"a track has {max(num_pieces)} pieces, at most {MAX_PIECES} can be counted")
-        host = CpuBackend()
-        self._num_pieces = tuple(num_pieces)
-        self._version: int | None = None
-        self._block = host.alloc_persistent(_WORD_BYTES * (1 + len(num_pieces)))
-        self._beats, self._tracks = _words_of(self._block)
-        self.handle: IpcHandle = host.ipc_export(self._block)
-
-    def begin(self, version: int) -> None:
-        """From now on `version` is being filled in, and nothing of it is there yet."""
-        if not 0 <= version <= MAX_VERSION:
-            raise ValueError(f"version must be in [0, {MAX_VERSION}], got {version}")
-        self._version = version
-        self._mark(_word(version, 0))
-
-    def advance(self, track: int, pieces_done: int) -> None:
-        """
-        Raises:
-            ValueError: the track has no such count, or no version was begun.
-        """
-        if not 0 <= pieces_done <= self._num_pieces[track]:
-            raise ValueError(f"pieces_done must be in [0, {self._num_pieces[track]}], got {pieces_done}")
-        if self._version is None:
-            raise ValueError("no version is being filled in; call begin first")
-        self._tracks[track] = _word(self._version, pieces_done)
-
-    def beat(self) -> None:
-        """We are alive and wait ourselves."""
-        self._beats[0] += 1
-
-    def end(self) -> None:
-        """The version that was begun is given up. Idempotent."""
-        if self._version is not None:
-            self._mark(_word(self._version, _ENDED))
-            self._version = None
-
-    def close(self) -> None:
-        """Turn readers away for good. Idempotent."""
-        self._version = None
-        self._mark(_CLOSED)
-        self._beats, self._tracks = _no_words(len(self._tracks))
-        self._block.close()
-
-    def _mark(self, word: int) -> None:
-        # One by one: a filled slice might be written in other portions than words.
-        for track in range(len(self._tracks)):
-            self._tracks[track] = word
+CLOSE_S = 5.0
 
 
-class ProgressReader:
-    """Another receiver's page, and how long to wait for it. One reading thread.
+class Patience(NamedTuple):
+    """How long a predecessor is waited for, in seconds."""
 
-    The time of a silence runs on from one track of a version to the next, so a silent writer costs a reader
-    `patience_s` once and not once per track. A writer that only beats costs its time once per version.
-    """
-
-    def __init__(self, handle: IpcHandle, *, owner: str, patience_s: float, clock: Callable[[], float]) -> None:
-        """
-        Raises:
-            DeviceError: the page cannot be mapped.
-        """
-        if patience_s <= 0:
-            raise ValueError(f"patience_s must be > 0, got {patience_s}; every piece takes some time")
-        self._handle = handle
-        self._owner = owner
-        self._patience_s = patience_s
-        self._clock = clock
-        self._block = CpuBackend().ipc_open(handle)
-        self._beats, self._tracks = _words_of(self._block)
-        self._version = -1
-        self._beats_seen, self._tracks_seen = self._look()
-        self._changed_at = self._moved_at = self._checked_at = clock()
-        self._is_in_circle = False
-
-    def start(self, version: int) -> None:
-        """`ready` and `wait` are about `version` from now on."""
-        if version != self._version:
-            self._version = version
-            self._beats_seen, self._tracks_seen = self._look()
-            self._changed_at = self._moved_at = self._clock()
-            self._is_in_circle = False
-
-    def ready(self, track: int, *, landed: int) -> int:
-        """Pieces of `track` that are there now; 0 if the writer has not come to this version yet.
-
-        Raises:
-            RelayStalled: it never will, or not any more; `landed` goes into the error.
-        """
-        word = int(self._tracks[track])
-        if word == _CLOSED:
-            raise self._stalled("has closed its epoch", landed)
-        found, count = (word >> COUNT_BITS) - 1, word & ((1 << COUNT_BITS) - 1)
-        if found > self._version:
-            raise self._stalled(f"went on to version {found}", landed)
-        if found < self._version:
-            return 0
-        if count == _ENDED:
-            raise self._stalled("gave that version up", landed)
-        return count
-
-    def wait(self, *, landed: int) -> None:
-        """Sleep a little.
-
-        Raises:
-            RelayStalled: waiting is over; `landed` goes into the error.
-        """
-        now, (beats, tracks) = self._clock(), self._look()
-        if tracks != self._tracks_seen:
-            self._moved_at = self._changed_at = now
-        elif beats != self._beats_seen:
-            self._changed_at = now
-        self._beats_seen, self._tracks_seen = beats, tracks
-        silent_s, stuck_s = now - self._changed_at, now - self._moved_at
-        if silent_s >= self._patience_s:
-            raise self._stalled(f"has made no progress for {silent_s:.1f} s", landed)
-        self._is_in_circle |= stuck_s >= BEATS_FACTOR * self._patience_s
-        if self._is_in_circle:
-            raise self._stalled(f"has waited itself for {stuck_s:.1f} s, perhaps for this worker", landed)
-        if now - self._checked_at >= ALIVE_EVERY_S:
-            self._checked_at = now
-            try:
-                require_alive(self._handle.attributes)
-            except DeviceError as error:
-                raise self._stalled("has ended", landed) from error
-        time.sleep(POLL_S)
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._beats, self._tracks = _no_words(len(self._tracks))
-        self._block.close()
-
-    def _look(self) -> tuple[bytes, bytes]:
-        return self._beats.tobytes(), self._tracks.tobytes()
-
-    def _stalled(self, what: str, landed: int) -> RelayStalled:
-        return RelayStalled(
-            f"{self._owner}, from whom version {self._version} is being read, {what}; the learner has it too",
-            pieces_done=landed,
-        )
-
-
-def _words_of(block: PersistentBlock) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(beats, tracks). A mapping starts at a page boundary, so every word is aligned."""
-    words = block.tensor.numpy().view(np.int64)
-    return words[:1], words[1:]
-
-
-def _no_words(num_tracks: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """What stands in for a page that is no longer mapped, so that a late look or beat touches no foreign memory."""
-    return np.zeros(1, np.int64), np.full(num_tracks, _CLOSED, np.int64)
-
-
-def _word(version: int, count: int) -> int:
-    """A page of zeros shows no version, so versions are stored from 1."""
-    return (version + 1) << COUNT_BITS | count
+    news_s: float = 1.0
+    """After this long without news it is asked whether it lives."""
+    ping_s: float = 1.0
+    """Its control thread answers within milliseconds; a process that does not is stopped or gone."""
+    stuck_s: float = 10.0
+    """Behind one who lives and brings nothing the whole line moves again within seconds, as he loses his patience;
+    after several times that, he may be waiting for us."""
 
 
 class Stretch(NamedTuple):
@@ -255,247 +81,114 @@ class Stretch(NamedTuple):
     ends: tuple[int, ...]
     """Offset behind each piece, in pull order. Between neighbours there is at most padding."""
 
-
-class ShadowMap(NamedTuple):
-    """A receiver's shadow block and where each source lies in it. `map_shadow` makes it."""
-
-    block: PersistentBlock
-    stretches: Mapping[int, Stretch]
-    """Source rank -> its stretch, by rank."""
-    digest: str
-    """Equal for two receivers exactly if their layouts are."""
+    @property
+    def nbytes(self) -> int:
+        return self.ends[-1] - self.start
 
 
-def map_shadow(block: PersistentBlock, pieces: Mapping[int, Sequence[Piece]]) -> ShadowMap:
-    """Where the pieces of each source (those of a `Landing`) lie in `block`.
+def stretches_of(shadow: PersistentBlock, pieces: Mapping[int, Sequence[Piece]]) -> dict[int, Stretch]:
+    """Source rank -> where its pieces lie.
 
     Raises:
-        ValueError: a piece lies outside the block, or the pieces of a source are not one rising stretch of it that no
-            other source has bytes in.
+        ValueError: the pieces of a source do not rise through the block.
     """
-    stretches: dict[int, Stretch] = {}
-    base = block.tensor.data_ptr()
+    found: dict[int, Stretch] = {}
+    base = shadow.tensor.data_ptr()
     for rank, each in sorted(pieces.items()):
-        if not each:
-            continue
         starts = [piece.dst.data_ptr() - base for piece in each]
         ends = [start + piece.dst.numel() for start, piece in zip(starts, each, strict=True)]
-        if min(starts) < 0 or max(ends) > block.nbytes:
-            raise ValueError(f"pieces of source {rank} lie outside the shadow block; only staged pulls can be relayed")
         if any(start < end for start, end in zip(starts[1:], ends[:-1], strict=True)):
             raise ValueError(f"pieces of source {rank} must rise through the shadow block, as shadow_plan lays them")
-        stretches[rank] = Stretch(starts[0], tuple(ends))
-    filled = sorted((found.start, found.ends[-1]) for found in stretches.values())
-    if any(start < end for (start, _), (_, end) in zip(filled[1:], filled[:-1], strict=True)):
-        raise ValueError("sources must lie behind each other in the shadow block, as shadow_plan lays them")
-    facts = msgspec.msgpack.encode((block.nbytes, stretches))
-    return ShadowMap(block, stretches, hashlib.sha256(facts).hexdigest())
+        found[rank] = Stretch(starts[0], tuple(ends))
+    return found
 
 
-class RelayOutlet:
-    """Offers a receiver's shadow block to others. Used by one thread, the one that pulls.
+class _ShadowSlot:
+    """A shadow block as the one slot of a `Sender`."""
 
-    begin(v) ─> advance(source, n) ... ─> begin(v + 1) ...        end(): nothing here is to be read
+    num_slots = 1
+
+    def __init__(self, backend: Backend, shadow: torch.Tensor) -> None:
+        self.owner = backend
+        self._shadow = shadow
+
+    def readable(self, index: int) -> torch.Tensor:
+        return self._shadow[: 0 if index else None]
+
+
+class Relay:
+    """One worker's place in its ring. One thread pulls; the control thread passes successors' questions to `answer`.
+
+    begin(v) ─> pull(source) ... ─> begin(v + 1) ...        give_up(): nothing here is to be read
     """
-
-    def __init__(self, backend: Backend, own: ShadowMap, *, owner: str) -> None:
-        """
-        Raises:
-            DeviceError: this memory cannot be shared between processes.
-        """
-        if not backend.capabilities().ipc:
-            raise DeviceError(f"device {backend.name} cannot share memory between processes, so {owner} cannot relay")
-        shadow = backend.ipc_export(own.block)
-        self._track = {rank: track for track, rank in enumerate(own.stretches)}
-        self._progress = ProgressWriter([len(stretch.ends) for stretch in own.stretches.values()])
-        self.handle = RelayHandle(owner=owner, shadow=shadow, progress=self._progress.handle, layout=own.digest)
-
-    def begin(self, version: int) -> None:
-        """From now on the shadow is filled with `version`, nothing of which is there yet.
-
-        Call before its first byte is written: this is what tells readers of an earlier version that their time is over.
-        """
-        self._progress.begin(version)
-
-    def advance(self, source: int, pieces_done: int) -> None:
-        """The first `pieces_done` pieces of `source` have arrived and were waited for; 0 before it is pulled again.
-
-        Raises:
-            ValueError: the source has fewer pieces, or no version was begun.
-        """
-        self._progress.advance(self._track[source], pieces_done)
-
-    def beat(self) -> None:
-        """We are alive and wait ourselves; so those who wait for us go on waiting."""
-        self._progress.beat()
-
-    def end(self) -> None:
-        """What the shadow holds is not to be read (the pull failed): readers go to the learner at once. Idempotent."""
-        self._progress.end()
-
-    def counters(self) -> dict[str, int]:
-        return {"allocations": 1, "registrations": 2}
-
-    def close(self) -> None:
-        """Turn readers away for good and free the progress page. The shadow block stays its owner's. Idempotent."""
-        self._progress.close()
-
-
-class RelayInlet:
-    """Reads sources out of another receiver's shadow block into the same places of one's own. One pull at a time."""
 
     def __init__(
         self,
         backend: Backend,
-        handle: RelayHandle,
-        own: ShadowMap,
+        shadow: PersistentBlock | None,
+        pieces: Mapping[int, Sequence[Piece]],
         *,
-        patience_s: float = PATIENCE_S,
-        clock: Callable[[], float] = time.monotonic,
+        owner: str,
+        host: str,
+        dial: Callable[[PeerAddress], ControlClient],
+        patience: Patience | None = None,
     ) -> None:
         """
         Args:
-            patience_s: how long the predecessor may stay silent while we wait for it.
-
-        Raises:
-            PlanMismatch: the layouts differ.
-            DeviceError: the blocks cannot be mapped.
+            shadow: None if this worker takes no part, and everything comes from the learners.
+            pieces: source rank -> its copies into `shadow`.
+            host: this process's address as successors on other nodes reach it.
+            dial: opens a line to another worker's control server.
         """
-        if handle.layout != own.digest:
-            raise PlanMismatch(
-                f"{handle.owner} lays out its shadow as {handle.layout[:12]}, this worker as {own.digest[:12]}; only "
-                "workers with one index of one plan can relay to each other"
-            )
-        self._backend = backend
-        self._own = own
-        self._track = {rank: track for track, rank in enumerate(own.stretches)}
-        self._streams: tuple[Any | None, ...] = tuple(backend.new_stream() for _ in range(transport.BATCHES_IN_FLIGHT))
-        self._progress = ProgressReader(handle.progress, owner=handle.owner, patience_s=patience_s, clock=clock)
-        try:
-            self._shadow = backend.ipc_open(handle.shadow)
-        except BaseException:
-            self._progress.close()
-            raise
-
-    def pull(self, source: int, version: int, *, check: Callable[[], None], outlet: RelayOutlet | None = None) -> None:
-        """Copy `source` of `version` as it becomes available, and wait for it.
-
-        `check` is called once per look and per batch of copies, so about every millisecond, and may raise to stop.
-        `outlet` is our own: it is told what has arrived, so that the next in line goes on. When this returns or raises,
-        no copy is under way any more.
-
-        Raises:
-            RelayStalled: the predecessor ended, gave this version up, went on to another one, or was silent for
-                `patience_s`. The first `pieces_done` pieces have arrived whole; ask the learner for the rest only.
-        """
-        stretch, track = self._own.stretches[source], self._track[source]
-        queued, landed = 0, 0
-        flying: deque[tuple[Any | None, int]] = deque()
-        free = deque(self._streams)
-        self._progress.start(version)
-        try:
-            while landed < len(stretch.ends):
-                check()
-                ready = self._progress.ready(track, landed=landed)
-                if queued < ready and free:
-                    stream = free.popleft()
-                    queued = self._queue(stretch, queued, ready, stream)
-                    flying.append((stream, queued))
-                elif flying:
-                    stream, arrived = flying.popleft()
-                    self._backend.synchronize(stream)
-                    free.append(stream)
-                    # The version may have changed under the copy; only this look tells that it did not.
-                    self._progress.ready(track, landed=landed)
-                    landed = arrived
-                    if outlet is not None:
-                        outlet.advance(source, landed)
-                else:
-                    if outlet is not None:
-                        outlet.beat()
-                    self._progress.wait(landed=landed)
-        finally:
-            # Whoever takes over writes to the same places; nothing of ours may land there later.
-            for stream in self._streams:
-                self._backend.synchronize(stream)
-
-    def counters(self) -> dict[str, int]:
-        return {"registrations": 2}
-
-    def close(self) -> None:
-        """Unmap both blocks. Idempotent."""
-        try:
-            self._shadow.close()
-        finally:
-            self._progress.close()
-
-    def _queue(self, stretch: Stretch, queued: int, ready: int, stream: Any | None) -> int:
-        """Start to copy the next batch. Returns the number of pieces that are then under way or done.
-
-        Pieces of a source are neighbours here, so a batch of them is one run of bytes however small they are.
-        """
-        start = stretch.ends[queued - 1] if queued else stretch.start
-        upto = min(ready, max(queued + 1, bisect_right(stretch.ends, start + transport.BATCH_BYTES)))
-        stop = stretch.ends[upto - 1]
-        ours, theirs = self._own.block.tensor, self._shadow.tensor
-        for at in range(start, stop, PIECE_BYTES):
-            until = min(stop, at + PIECE_BYTES)
-            self._backend.copy_async(ours[at:until], theirs[at:until], stream)
-        return upto
-
-
-log = logging.getLogger(__name__)
-
-
-class RelayEnds:
-    """An outlet, once the shadow block can be shared, and an inlet, once a predecessor is named. Both may be missing;
-    then everything comes from the learners."""
-
-    def __init__(self, backend: Backend, shadow: ShadowMap | None, outlet: RelayOutlet | None) -> None:
         self._backend = backend
         self._shadow = shadow
-        self._outlet = outlet
-        self._inlet: RelayInlet | None = None
-        self._relayed: frozenset[int] = frozenset()
-        self._is_read = False
+        self._stretches = {} if shadow is None else stretches_of(shadow, pieces)
+        self._layout = hashlib.sha256(msgspec.msgpack.encode(self._stretches)).hexdigest()
+        self._owner = owner
+        self._host = host
+        self._dial = dial
+        self._patience = Patience() if patience is None else patience
+        self._link = LinkRequest(stages=(), predecessors=(), readers=())
+        self._via: dict[int, tuple[int, ...]] = {}
+        self._inlets: dict[int, Inlet | None] = {}
+        """Index of a predecessor -> how it is read, once it was needed; None if it cannot be."""
+        self._lock = threading.Lock()
+        self._version = -1
+        self._filled: dict[int, int] = {}
+        self._over = ""
+        """Why nothing more comes of this version; empty while it may."""
+        self._waiting: dict[tuple[str, int], tuple[AwaitRequest, Future[Response]]] = {}
+        """(successor, rank) -> the last question that has no answer yet."""
+        self._arenas: tuple[ArenaHandle, ...] = ()
+        self._peers: Peers | None = None
+        if shadow is not None:
+            self._arenas = tuple(_arenas(backend, shadow, host))
+            self._peers = Peers(Sender(_ShadowSlot(backend, shadow.tensor), host=host, timing=pair.Timing()))
 
-    @classmethod
-    def of(cls, landing: Landing, backend: Backend, *, owner: str, is_wanted: bool) -> RelayEnds:
-        """For a staged landing in memory that can be shared; else ends that do nothing."""
-        if landing.shadow is None or not is_wanted or not backend.capabilities().ipc:
-            return cls(backend, None, None)
-        shadow = map_shadow(landing.shadow, landing.pieces)
-        return cls(backend, shadow, RelayOutlet(backend, shadow, owner=owner))
+    def handle(self, address: PeerAddress) -> RelayHandle | None:
+        """How others read from here, given the address of this process's control server; None if they cannot."""
+        if not self._arenas:
+            return None
+        return RelayHandle(owner=self._owner, node=node_id(), address=address, arenas=self._arenas, layout=self._layout)
 
-    @property
-    def handle(self) -> RelayHandle | None:
-        """How others read from here; None if they cannot."""
-        return None if self._outlet is None else self._outlet.handle
-
-    def link(self, request: LinkRequest) -> bool:
-        """Take a new predecessor, or none. False if its memory cannot be read: then the learners give everything."""
-        inlet, self._inlet = self._inlet, None
-        if inlet is not None:
-            inlet.close()
-        self._relayed, self._is_read = frozenset(request.relayed), request.is_read
-        if request.predecessor is None or self._shadow is None:
-            return False
-        try:
-            self._inlet = RelayInlet(self._backend, request.predecessor, self._shadow)
-        except (DeviceError, PlanMismatch) as error:
-            log.warning("cannot read from %s, the learners give everything: %s", request.predecessor.owner, error)
-            return False
-        return True
+    def link(self, request: LinkRequest) -> None:
+        """Read from these predecessors from now on, and from no others; free what is kept for successors that are gone
+        (a killed one has not hung up)."""
+        self._hang_up()
+        if self._peers is None:
+            return
+        for reader in set(self._link.readers).difference(request.readers):
+            self._peers.forget(reader.rpartition("/")[0])
+        self._link = request
+        self._via = {rank: stage.via for stage in self._link.stages for rank in stage.ranks}
 
     def begin(self, version: int) -> None:
-        """Call before the first byte of `version` is written."""
-        if self._outlet is not None:
-            self._outlet.begin(version)
-
-    def restart(self, rank: int) -> None:
-        """The source is pulled again from its start."""
-        if self._outlet is not None:
-            self._outlet.advance(rank, 0)
+        """Call before the first byte of `version` is written: this is what tells readers of an earlier one that their
+        time is over."""
+        with self._lock:
+            self._version, self._over = version, ""
+            self._filled = dict.fromkeys(self._stretches, 0)
+            self._tell()
 
     def pull(
         self,
@@ -504,40 +197,279 @@ class RelayEnds:
         *,
         version: int,
         direct: Callable[[Sequence[Piece], OnArrived], None],
-        check: Callable[[], None],
-        may_relay: bool,
-    ) -> bool:
-        """Bring one source in, from the predecessor as far as it has it, else by `direct`. Whether it fell silent."""
-        done, has_stalled = 0, False
-        if self._inlet is not None and rank in self._relayed and may_relay:
+        check: Check,
+        is_retry: bool,
+    ) -> int:
+        """Bring one source in, from the predecessors as far as they have it, else by `direct`; a retry from its start,
+        and not from them. Returns how many predecessors failed."""
+        if self._shadow is None:
+            direct(pieces, ignore)
+            return 0
+        stretch, position, num_stalls = self._stretches[rank], 0, 0
+
+        def arrived(upto: int) -> None:
+            nonlocal position
+            position = upto
+            with self._lock:
+                self._filled[rank] = upto
+                self._tell()
+
+        arrived(0)
+        for index in () if is_retry else self._via.get(rank, ()):
             try:
-                self._inlet.pull(rank, version, check=check, outlet=self._outlet)
-                return False
+                self._inlet(index).pull(rank, stretch, version, check=check, on_arrived=arrived, position=position)
             except RelayStalled as stalled:
                 log.warning("%s", stalled)
-                done, has_stalled = stalled.pieces_done, True
-        outlet = self._outlet
-        if outlet is not None and self._is_read:
-            direct(pieces[done:], lambda num_pieces: outlet.advance(rank, done + num_pieces))
-        else:
+                num_stalls += 1
+            else:
+                return num_stalls
+        done = bisect_right(stretch.ends, stretch.start + position)
+        if self._link.readers:
+            direct(pieces[done:], lambda num_pieces: arrived(stretch.ends[done + num_pieces - 1] - stretch.start))
+        else:  # reports on the way cost time; whoever is linked to us later finds it all
             direct(pieces[done:], ignore)
-            if outlet is not None:  # reports on the way would cost time; whoever is linked to us later finds it all
-                outlet.advance(rank, len(pieces))
-        return has_stalled
+        arrived(stretch.nbytes)
+        return num_stalls
 
-    def give_up(self) -> None:
-        """What the shadow holds is not to be read."""
-        if self._outlet is not None:
-            self._outlet.end()
+    def give_up(self, why: str = "gave that version up") -> None:
+        """What the shadow holds is not to be read: successors go on elsewhere at once. Idempotent."""
+        with self._lock:
+            self._over = self._over if self._over else why
+            self._tell()
+
+    def answer(self, sender: str, request: AwaitRequest | TransportRequest) -> Response | Future[Response]:
+        """Answer a successor. Returns at once.
+
+        Raises:
+            VersionUnavailable: nothing of that version comes from here any more.
+            ValueError: a source or range that does not exist.
+        """
+        if self._peers is None:
+            raise ValueError(f"{self._owner} has nothing that {sender} could read")
+        if not isinstance(request, AwaitRequest):
+            return self._peers.answer(sender, request)
+        if request.rank not in self._stretches:
+            raise ValueError(f"rank must be one of {sorted(self._stretches)}, got {request.rank}")
+        with self._lock:
+            position = self._position(request)
+            if position > request.position:
+                return Available(position=position)
+            answer: Future[Response] = Future()
+            earlier = self._waiting.pop((sender, request.rank), None)
+            if earlier is not None:  # nobody waits for it any more
+                earlier[1].set_result(Available(position=position))
+            self._waiting[sender, request.rank] = request, answer
+            return answer
 
     def counters(self) -> dict[str, int]:
-        """The inlet is left out: it changes with the membership, not with a sync."""
-        return {} if self._outlet is None else self._outlet.counters()
+        """Inlets are left out: they change with the membership, not with a sync."""
+        return {"registrations": sum(arena.handle is not None for arena in self._arenas)}
 
     def close(self) -> None:
-        """Idempotent. Both are closed, also if one cannot be; that failure is raised at the end."""
-        inlet, self._inlet = self._inlet, None
+        """Turn successors away for good, unmap and hang up. The shadow stays its owner's. Idempotent."""
+        self.give_up("has closed its epoch")
         with ExitStack() as closing:
-            for end in (self._outlet, inlet):
-                if end is not None:
-                    closing.callback(end.close)
+            if self._peers is not None:
+                closing.callback(self._peers.close, join_s=CLOSE_S)
+            closing.callback(self._hang_up)
+
+    def _inlet(self, index: int) -> Inlet:
+        """
+        Raises:
+            RelayStalled: this predecessor cannot be read.
+        """
+        handle = self._link.predecessors[index]
+        with self._lock:
+            if index not in self._inlets:
+                self._inlets[index] = None
+                try:
+                    self._inlets[index] = self._open(handle)
+                except (DeviceError, WeightSyncError) as error:
+                    log.warning("cannot read from %s, others give everything: %s", handle.owner, error)
+            inlet = self._inlets[index]
+        if inlet is None:
+            raise RelayStalled(f"{handle.owner} cannot be read from here")
+        return inlet
+
+    def _open(self, handle: RelayHandle) -> Inlet:
+        """
+        Raises:
+            WeightSyncError: (or its subclass) the layouts differ, or there is no way to read that memory from here.
+        """
+        if handle.layout != self._layout:
+            raise PlanMismatch(
+                f"it lays out its shadow as {handle.layout[:12]}, this worker as {self._layout[:12]}; only workers "
+                "with one index of one plan can relay to each other"
+            )
+        assert self._shadow is not None
+        line, failures = self._dial(handle.address), list[str]()
+        timing = pair.Timing(silence_s=self._patience.news_s + self._patience.ping_s)
+        for arena in ways(handle.arenas, same_node=handle.node == node_id()):
+            try:
+                end = open_end(self._backend, 0, arena, line=line, host=self._host, timing=timing)
+            except (WeightSyncError, DeviceError) as error:
+                failures.append(f"{arena.transport}: {error}")
+            else:
+                return Inlet(handle.owner, arena, end, line, shadow=self._shadow.tensor, patience=self._patience)
+        line.close()
+        raise WeightSyncError("; ".join(failures) if failures else "it is on another node, and cannot send")
+
+    def _hang_up(self) -> None:
+        with self._lock, ExitStack() as closing:
+            inlets, self._inlets = self._inlets, {}
+            for inlet in inlets.values():
+                if inlet is not None:
+                    closing.callback(inlet.close)
+
+    def _position(self, request: AwaitRequest) -> int:
+        """
+        Raises:
+            VersionUnavailable: the version asked for is over.
+        """
+        if self._version > request.version:
+            raise VersionUnavailable(f"it went on to version {self._version}")
+        if self._over:
+            raise VersionUnavailable(f"it {self._over}")
+        return self._filled[request.rank] if self._version == request.version else 0
+
+    def _tell(self) -> None:
+        """Answer those who waited for what there is now. Holds the lock."""
+        for key, (request, answer) in [*self._waiting.items()]:
+            try:
+                position = self._position(request)
+            except VersionUnavailable as over:
+                answer.set_exception(over)
+            else:
+                if position <= request.position:
+                    continue
+                answer.set_result(Available(position=position))
+            del self._waiting[key]
+
+
+def _arenas(backend: Backend, shadow: PersistentBlock, host: str) -> Iterator[ArenaHandle]:
+    """Every way to read a shadow block, best first."""
+    handle = ArenaHandle(
+        transport=DEVICE, handle=None, slot_bytes=shadow.nbytes, slot_stride=shadow.nbytes, num_slots=1
+    )
+    if backend.capabilities().ipc:
+        yield msgspec.structs.replace(handle, handle=backend.ipc_export(shadow))
+    sender = pair.HOST if backend.name == CpuBackend.name else pair.device_transport(backend.collective)
+    if sender is not None:
+        yield msgspec.structs.replace(handle, transport=sender, host=host, device=backend.device_identity())
+
+
+class Inlet:
+    """Reads sources out of a predecessor's shadow block into the same places of one's own."""
+
+    def __init__(
+        self,
+        owner: str,
+        arena: ArenaHandle,
+        end: ReceiverEnd,
+        line: ControlClient,
+        *,
+        shadow: torch.Tensor,
+        patience: Patience,
+    ) -> None:
+        self._owner = owner
+        self._process = {} if arena.handle is None else arena.handle.attributes
+        self._end = end
+        self._line = line
+        self._shadow = shadow
+        self._patience = patience
+        self._turn = threading.Lock()
+        """One source at a time: there is one link."""
+        self._lost = -1
+        """The version that is expected from it no more."""
+
+    def pull(
+        self,
+        rank: int,
+        stretch: Stretch,
+        version: int,
+        *,
+        check: Check,
+        on_arrived: Callable[[int], None],
+        position: int = 0,
+    ) -> None:
+        """Copy this source of `version` from `position` on as it becomes available, and wait for it.
+
+        `check` is called at least every 50 ms and may raise to stop. `on_arrived` is told the position up to which the
+        source is here, whole. When this returns or raises, no copy is under way any more.
+
+        Raises:
+            RelayStalled: the predecessor ended, gave this version up, went on to another one, or brought nothing for
+                too long. What `on_arrived` was told is here; ask somebody else for the rest, also of other sources.
+        """
+        stopped: list[BaseException] = []
+
+        def go_on() -> None:
+            try:
+                check()
+            except BaseException as error:
+                stopped.append(error)
+                raise
+            if self._process:
+                require_alive(self._process)
+
+        while not self._turn.acquire(timeout=0.05):
+            check()
+        try:
+            if version == self._lost:
+                raise RelayStalled(f"version {version} is not expected from {self._owner} any more")
+            while position < stretch.nbytes:
+                available = self._await(AwaitRequest(version=version, rank=rank, position=position), go_on)
+                position = self._copy(rank, version, stretch.start, position, available, go_on, on_arrived)
+        except (WeightSyncError, DeviceError) as error:
+            if stopped:
+                raise
+            self._lost = version
+            raise RelayStalled(f"{self._owner} does not bring version {version} of learner {rank}: {error}") from error
+        finally:
+            self._turn.release()
+
+    def _copy(
+        self,
+        rank: int,
+        version: int,
+        base: int,
+        position: int,
+        available: int,
+        check: Check,
+        on_arrived: Callable[[int], None],
+    ) -> int:
+        first, stop = base + position, base + available
+        parts = [Piece(at, self._shadow[at : min(at + PIECE_BYTES, stop)]) for at in range(first, stop, PIECE_BYTES)]
+        again = AwaitRequest(version=version, rank=rank, position=-1)
+
+        def landed(num_parts: int) -> None:
+            # The version may have changed under the copy; only this question tells that it did not.
+            self._line.ask(again, Available, deadline_s=self._patience.news_s + self._patience.ping_s, check=check)
+            on_arrived(min(position + num_parts * PIECE_BYTES, available))
+
+        self._end.pull(0, 0, parts, check=check, on_arrived=landed)
+        return available
+
+    def _await(self, request: AwaitRequest, check: Check) -> int:
+        """The position to which the predecessor has come, which is behind the one of `request`."""
+        began = time.monotonic()
+        while True:
+            try:
+                news = self._line.ask(request, Available, deadline_s=self._patience.news_s, check=check)
+            except PublisherLost:
+                try:
+                    self._line.ask(Ping(), Pong, deadline_s=self._patience.ping_s, check=check)
+                except PublisherLost:
+                    raise PublisherLost(f"it was silent for {time.monotonic() - began:.1f} s") from None
+            else:
+                if news.position > request.position:
+                    return news.position
+            if (stuck_s := time.monotonic() - began) >= self._patience.stuck_s:
+                raise PublisherLost(f"it lives, and brought nothing for {stuck_s:.1f} s; perhaps it waits for us")
+
+    def close(self) -> None:
+        """Unmap or leave, and hang up. Idempotent."""
+        try:
+            self._end.close()
+        finally:
+            self._line.close()

@@ -45,7 +45,7 @@ from weight_sync.messages import (
 )
 from weight_sync.node import node_id, reachable_host
 from weight_sync.plan.agreement import open_pull
-from weight_sync.receive.relay import RelayEnds
+from weight_sync.receive.relay import Relay
 from weight_sync.receive.staging import Landing, ParameterAddresses, build_landing, parameter_bytes
 from weight_sync.transports.base import OnArrived, Piece, ReceiverEnd
 from weight_sync.transports.select import Reach
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from weight_sync.device.base import Backend
-    from weight_sync.messages import LinkRequest, OpenReceiver, PublisherInfo, RelayHandle, Request
+    from weight_sync.messages import LinkRequest, OpenReceiver, PeerAddress, PublisherInfo, Request
     from weight_sync.plan.types import PullPlan
     from weight_sync.receive.quantized import Reloads
 
@@ -287,7 +287,14 @@ class ReceiverEpoch:
         self._reaches: dict[int, Reach] = {}
         with ExitStack() as undo:
             undo.callback(self._hang_up)
-            self._relay = RelayEnds.of(landing, host.backend, owner=self._holder, is_wanted=request.relay)
+            self._relay = Relay(
+                host.backend,
+                landing.shadow if request.relay else None,
+                landing.pieces,
+                owner=self._holder,
+                host=reachable_host() if request.host is None else request.host,
+                dial=self._dial,
+            )
             undo.callback(self._relay.close)
             self._leases = Leases(
                 self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
@@ -308,8 +315,8 @@ class ReceiverEpoch:
         return tuple(f"learner {rank} by {why}" for rank, reach in self._reaches.items() for why in reach.reasons)
 
     @property
-    def relay_handle(self) -> RelayHandle | None:
-        return self._relay.handle
+    def relay(self) -> Relay:
+        return self._relay
 
     def reach_all(self, *, deadline_s: float) -> None:
         """Ping every source, and read the pattern it shows before its first version, by the best way that works.
@@ -367,16 +374,17 @@ class ReceiverEpoch:
         if failures:
             raise failures[0]
 
-    def link(self, request: LinkRequest) -> bool:
-        """Read the sources in another order, some of them from another replica. Whether that replica can be read.
+    def link(self, request: LinkRequest) -> None:
+        """Read the sources in another order, some of them from other replicas.
 
         Raises:
             PlanMismatch: these are not our sources.
         """
-        if sorted(request.order) != sorted(self._sources) or not set(request.relayed) <= set(request.order):
-            raise PlanMismatch(f"{self._holder} reads from {sorted(self._sources)}, was told {request.order}")
-        self._sources = {rank: self._sources[rank] for rank in request.order}
-        return self._relay.link(request)
+        order = [rank for stage in request.stages for rank in stage.ranks]
+        if sorted(order) != sorted(self._sources):
+            raise PlanMismatch(f"{self._holder} reads from {sorted(self._sources)}, was told {order}")
+        self._sources = {rank: self._sources[rank] for rank in order}
+        self._relay.link(request)
 
     def lease(self, version: int, *, give_up: Deadline, ttl_s: float) -> None:
         """Hold `version` at every source, so that it is not superseded before it is pulled.
@@ -470,17 +478,19 @@ class ReceiverEpoch:
         infos = {info.rank: info for info in self._request.publishers}
         sources: dict[int, Source] = {}
         for rank in sorted(self.landing.pieces):
-            client = ControlClient(
-                zmq.Context.instance(),
-                infos[rank].address,
-                self._request.keys,
-                epoch=self._request.epoch,
-                sender=self._holder,
-                clock=self._host.clock,
-            )
             runs = tuple(i for i, run in enumerate(self.plan.runs) if run.src_rank == rank)
-            sources[rank] = Source(infos[rank], client, self.landing.pieces[rank], runs)
+            sources[rank] = Source(infos[rank], self._dial(infos[rank].address), self.landing.pieces[rank], runs)
         return sources
+
+    def _dial(self, address: PeerAddress) -> ControlClient:
+        return ControlClient(
+            zmq.Context.instance(),
+            address,
+            self._request.keys,
+            epoch=self._request.epoch,
+            sender=self._holder,
+            clock=self._host.clock,
+        )
 
     def _probe(self, source: Source, give_up: Deadline, end: ReceiverEnd) -> None:
         info = source.info
@@ -512,16 +522,14 @@ class ReceiverEpoch:
             reach.pull(slot, pieces, check=keep_going, on_arrived=on_arrived)
 
         started = clock()
-        if is_retry:
-            self._relay.restart(rank)
-        has_stalled = self._relay.pull(
-            rank, source.pieces, version=version, direct=direct, check=keep_going, may_relay=not is_retry
+        num_stalls = self._relay.pull(
+            rank, source.pieces, version=version, direct=direct, check=keep_going, is_retry=is_retry
         )
         spent_s = clock() - started
         return total._replace(
             pull_s=total.pull_s + spent_s,
             num_retries=total.num_retries + is_retry,
-            num_stalls=total.num_stalls + has_stalled,
+            num_stalls=total.num_stalls + num_stalls,
             by_source=(*total.by_source, (rank, spent_s)),
         )
 

@@ -62,11 +62,9 @@ def ignore(num_pieces: int) -> None:
     del num_pieces
 
 
-def batched(
-    pieces: Sequence[Piece], *, done: int = 0, max_bytes: int | None = None
-) -> Iterator[tuple[int, Sequence[Piece]]]:
-    """(pieces done after it, batch): `pieces[done:]` in batches of at most `max_bytes` (None: `BATCH_BYTES`)."""
-    limit = BATCH_BYTES if max_bytes is None else max_bytes
+def batched(pieces: Sequence[Piece], *, max_bytes: int | None = None) -> Iterator[tuple[int, Sequence[Piece]]]:
+    """(pieces done after it, batch): in batches of at most `max_bytes` (None: `BATCH_BYTES`)."""
+    limit, done = BATCH_BYTES if max_bytes is None else max_bytes, 0
     while done < len(pieces):
         first, size = done, 0
         while done < len(pieces) and done - first < BATCH_PIECES:

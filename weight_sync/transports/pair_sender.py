@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weight_sync.device.collectives import LinkBroken
 from weight_sync.errors import DeviceError, VersionUnavailable
@@ -20,18 +20,29 @@ from weight_sync.transports.pair import BATCHES_IN_FLIGHT, StoreMirror, Timing, 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
+    from weight_sync.device.base import Backend
     from weight_sync.device.collectives import PairGroup, Transfer
     from weight_sync.messages import TransportRequest, TransportResponse
-    from weight_sync.transports.slots import SlotMemory
 
 
 log = logging.getLogger(__name__)
 
 
+class Readable(Protocol):
+    """Slots that can be sent."""
+
+    owner: Backend
+    num_slots: int
+
+    def readable(self, index: int) -> torch.Tensor: ...
+
+
 class Sender:
     """What every pair of one publisher shares: the slots, the device, and how to build a member of a group."""
 
-    def __init__(self, slots: SlotMemory, *, host: str, timing: Timing) -> None:
+    def __init__(self, slots: Readable, *, host: str, timing: Timing) -> None:
         self.slots = slots
         self.timing = timing
         self._backend = slots.owner

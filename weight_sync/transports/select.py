@@ -38,7 +38,15 @@ def ways(handles: Sequence[ArenaHandle], *, same_node: bool) -> tuple[ArenaHandl
     return tuple(handle for handle in handles if same_node or handle.transport not in mapped.MAPPED)
 
 
-def open_end(backend: Backend, rank: int, handle: ArenaHandle, *, line: Line, host: str | None) -> ReceiverEnd:
+def open_end(
+    backend: Backend,
+    rank: int,
+    handle: ArenaHandle,
+    *,
+    line: Line,
+    host: str | None,
+    timing: pair.Timing | None = None,
+) -> ReceiverEnd:
     """One way to one learner rank.
 
     Raises:
@@ -46,7 +54,7 @@ def open_end(backend: Backend, rank: int, handle: ArenaHandle, *, line: Line, ho
     """
     if handle.transport in mapped.MAPPED:
         return mapped.open_mapped(handle.transport, backend, {rank: handle})
-    return pair.PairReceiverEnd(backend, {rank: handle}, {rank: line}, host=host)
+    return pair.PairReceiverEnd(backend, {rank: handle}, {rank: line}, host=host, timing=timing)
 
 
 class Reach:

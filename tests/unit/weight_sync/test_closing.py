@@ -92,7 +92,7 @@ def chained(number: int = 3) -> list[LocalReplica]:
 def num_readers(world: World) -> int:
     """Replicas that read from another."""
     epochs = [receiver._epoch for replica in world.replicas for receiver in replica.receivers]
-    return sum(epoch is not None and epoch._relay._inlet is not None for epoch in epochs)
+    return sum(epoch is not None and any(epoch._relay._inlets.values()) for epoch in epochs)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -275,15 +275,16 @@ async def test_one_mapping_that_cannot_be_closed_keeps_nothing_else_open(
     replicas = chained()
     async with opened(2, replicas, commit="staged") as world:
         await world.step(1)
-        reader = next(r for r in replicas if r.receivers[0]._epoch._relay._inlet is not None)
+        reader = next(r for r in replicas if any(r.receivers[0]._epoch._relay._inlets.values()))
         epoch: Any = reader.receivers[0]._epoch
-        inlet, ends = epoch._relay._inlet, [reach._end for reach in epoch._reaches.values()]
+        (relayed,) = next(filter(None, epoch._relay._inlets.values()))._end._blocks.values()
+        ends = [reach._end for reach in epoch._reaches.values()]
         mapped = [block for end in ends for block in end._blocks.values()]
-        broken = mapped[0] if what == "slots" else inlet._shadow
+        broken = mapped[0] if what == "slots" else relayed
         refuse_to_close(broken)
         with pytest.raises(DeviceError, match="does not unmap this"):
             reader.receivers[0].close()
-        others = [block for block in (*mapped, inlet._shadow, inlet._progress._block) if block is not broken]
+        others = [block for block in (*mapped, relayed) if block is not broken]
         assert all(block.is_closed for block in others)
         assert epoch.landing.shadow.is_closed
     SharedBlock.close(broken)

@@ -15,14 +15,14 @@ from weight_sync.errors import VersionUnavailable
 
 if TYPE_CHECKING:
     from tests.unit.weight_sync.test_coordinator import World
-    from weight_sync.receive.relay import RelayEnds
+    from weight_sync.receive.relay import Relay
 
 
 def replicas_called(number: int) -> list[LocalReplica]:
     return [LocalReplica(f"r{i}") for i in range(number)]
 
 
-def relay_of(replica: LocalReplica) -> RelayEnds:
+def relay_of(replica: LocalReplica) -> Relay:
     epoch = replica.receivers[0]._epoch
     assert epoch is not None
     return epoch._relay
@@ -85,7 +85,7 @@ async def test_a_replica_whose_lease_ends_does_not_wait_for_neighbours_that_have
         last = world.coordinator._members["r1"]._last
         assert last is not None
         assert last.reports[0].num_stalls == 0
-        assert relay_of(replicas[1])._inlet is not None, "it is in line again"
+        assert relay_of(replicas[1])._link.predecessors, "it is in line again"
         await assert_step_without_stall(world, 4)
 
 
@@ -129,7 +129,7 @@ async def test_those_behind_a_replica_that_is_refused_a_version_hear_of_it(caplo
         with pytest.raises(VersionUnavailable):
             await world.step(2)
         assert world.coordinator.live_versions == {"r0": 1, "r1": 2, "r2": 2}
-        assert "r0/0, from whom version 2 is being read, gave that version up" in caplog.text
+        assert "r0/0 does not bring version 2 of learner 0: it gave that version up" in caplog.text
         assert "no progress" not in caplog.text
 
 

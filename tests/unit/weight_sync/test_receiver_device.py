@@ -72,7 +72,7 @@ def replica(name: str) -> tuple[LocalReplica, RecordingBackend]:
 
 
 async def test_threads_of_a_receiver_work_on_the_device_of_its_worker() -> None:
-    """Relays are on, so the thread of requests maps another replica's memory and makes streams."""
+    """Relays are on, so the thread of a pull maps another replica's memory and makes streams."""
     learner = LocalPublisher(0, 1, full_weights(1))
     replicas, backends = zip(*(replica(f"r{i}") for i in range(3)), strict=True)
     coordinator = SyncCoordinator([learner], replicas, options=SyncOptions(timeout_s=20.0, commit="staged"))
@@ -92,5 +92,5 @@ async def test_threads_of_a_receiver_work_on_the_device_of_its_worker() -> None:
             calls = backend.seen[thread]
             assert calls, f"{thread} did nothing"
             assert {torch_index for *_, torch_index in calls} == {DEVICE.index}, f"torch of {thread} is on 0"
-    by_request = set().union(*(backend.seen["weight-sync-requests"] for backend in backends))
-    assert {call for call, *_ in by_request} >= {"ipc_open", "new_stream"}, "no replica was linked to another"
+    by_pull = set().union(*(backend.seen["weight-sync-prefetch"] for backend in backends))
+    assert {call for call, *_ in by_pull} >= {"ipc_open", "new_stream"}, "no replica was linked to another"

@@ -483,14 +483,14 @@ def test_the_bottleneck_is_named_as_it_was_measured(ranks: int, engines: int, me
     [
         ((8, 8, 1), (8, 8), "auto", 1),  # all engines on the other node
         ((8, 8, 1), (8, 8), "off", 8),
-        ((8, 16, 1), (8, 8, 8), "auto", 2),  # on two others
-        ((4, 20, 1), (8, 8, 8), "auto", 2 + 4),  # and four next to the learners, which do not outnumber them
-        ((2, 22, 1), (8, 8, 8), "auto", 3),  # six next to them, which do
-        ((8, 4, 4), (8, 8, 8), "auto", 2),
+        ((8, 16, 1), (8, 8, 8), "auto", 1),  # on two others, which hand it on
+        ((4, 20, 1), (8, 8, 8), "auto", 1 + 4),  # and four next to the learners, which do not outnumber them
+        ((2, 22, 1), (8, 8, 8), "auto", 1),  # six next to them, which do
+        ((8, 4, 4), (8, 8, 8), "auto", 1),
         ((8, 4, 4), (8, 8, 8), "off", 4),
     ],
 )
-def test_a_learner_sends_its_share_to_every_node_on_which_there_are_engines(
+def test_a_learner_sends_its_share_into_the_ring_once_and_to_engines_next_to_it(
     sizes: tuple[int, int, int], counts: tuple[int, ...], relay: str, served: int
 ) -> None:
     ranks, replicas, tp = sizes
