@@ -22,12 +22,12 @@ OK, FAILED, DIRTY = Reply(ok=True), Reply(ok=False, error="PullTimeout"), Reply(
 class Engine:
     """The calls of `AsyncLLM` that a replica makes. `answers` are the workers' next replies."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_fast_pause: bool = True) -> None:
         self.seen: list[object] = []
         self.answers: Sequence[Reply] = (OK, OK)
         self.is_paused = False
         self.pause_s = self.commit_s = self.resume_s = 0.0
-        self.engine_core = self
+        self.engine_core = self if has_fast_pause else object()
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         await asyncio.sleep(self.pause_s)
@@ -38,6 +38,12 @@ class Engine:
         await asyncio.sleep(self.resume_s)
         self.seen.append("resume")
         self.is_paused = False
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        await self.pause_scheduler_async(mode, clear_cache)
+
+    async def resume_generation(self) -> None:
+        await self.resume_scheduler_async()
 
     async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[bytes]:
         assert self.is_paused or method != "ws_commit"
@@ -55,11 +61,18 @@ async def commit(replica: AsyncLLMReplica, version: int, *, timeout_s: float = 5
     return reply_state(result.results)
 
 
-async def test_a_commit_pauses_calls_labels_and_resumes_in_this_order() -> None:
-    engine = Engine()
-    replica = replica_of(engine, in_flight="recompute", on_live=lambda version: engine.seen.append(("live", version)))
+@pytest.mark.parametrize("has_fast_pause", [True, False], ids=["pauses the scheduler", "only the public calls"])
+@pytest.mark.parametrize(
+    ("in_flight", "mode", "clear_cache"),
+    [("keep", "keep", False), ("recompute", "keep", True), ("abort", "abort", True)],
+)
+async def test_a_commit_pauses_calls_labels_and_resumes_in_this_order(
+    in_flight: str, mode: str, clear_cache: bool, has_fast_pause: bool
+) -> None:
+    engine = Engine(has_fast_pause=has_fast_pause)
+    replica = replica_of(engine, in_flight=in_flight, on_live=lambda version: engine.seen.append(("live", version)))
     assert (replica.version, await commit(replica, 7), replica.version) == (None, "ok", 7)
-    assert engine.seen == [("pause", "keep", True), ("ws_commit", 7, 1.0), ("live", 7), "resume"]
+    assert engine.seen == [("pause", mode, clear_cache), ("ws_commit", 7, 1.0), ("live", 7), "resume"]
     assert replica.cache_salt == "v7"
 
 
