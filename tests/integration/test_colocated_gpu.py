@@ -16,7 +16,7 @@ from rollout.types import SamplingParams
 from tests.contract.engine.suite import collect
 from tests.fakes.tiny_vllm import EngineHandle
 from tests.fakes.vllm_models import write_checkpoints
-from tests.integration.test_fallback_gpu import CONFIG, EXPERTS, PROMPT, Learner
+from tests.integration.test_quantized_gpu import CONFIG, EXPERTS, PROMPT, Learner
 from weight_sync.control.coordinator import SyncCoordinator
 from weight_sync.control.epoch import SyncOptions
 from weight_sync.vllm.compat import EXTENSION

@@ -1,5 +1,5 @@
 """An engine on a device, graphs and asynchronous scheduling and all, follows a learner bit for bit: bfloat16 weights as
-they are, and fp8 weights through the fallback."""
+they are, fp8 weights from the worker's shard, and MLA's matrices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import DeepseekV2Config, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.fakes.row_shards import rows_of
 from tests.fakes.sync_world import LocalPublisher
@@ -39,6 +39,11 @@ _SHAPE: dict[str, Any] = {
 }  # fmt: skip
 CONFIG = Qwen2Config(**_SHAPE)
 EXPERTS = Qwen3MoeConfig(**{**_SHAPE, "head_dim": 64}, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
+MLA = DeepseekV2Config(
+    **{**_SHAPE, "num_key_value_heads": 4}, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,
+    qk_nope_head_dim=128, v_head_dim=128, moe_intermediate_size=128, n_routed_experts=8, n_shared_experts=1,
+    num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1,
+)  # fmt: skip
 PROMPT = list(range(5, 37))
 ENGINE: dict[str, Any] = {"enforce_eager": False, "async_scheduling": True, "gpu_memory_utilization": 0.2}
 
@@ -127,7 +132,7 @@ async def check(home: Path, config: PretrainedConfig, engine_changes: dict[str, 
 
 
 @pytest.mark.parametrize("changes", [{}, {"quantization": "fp8"}], ids=["bfloat16", "fp8"])
-@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS, MLA], ids=["dense", "experts", "mla"])
 async def test_an_engine_gives_the_log_probs_of_one_that_loaded_the_checkpoint(
     config: PretrainedConfig, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
