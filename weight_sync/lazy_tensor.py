@@ -24,21 +24,26 @@ _SAME_VALUES = frozenset({_aten.clone.default, _aten._to_copy.default})
 """Not views, but only place, layout or dtype change: the result may be followed like the original."""
 
 
-class LazyTensor(torch.Tensor):
-    """A checkpoint tensor (or a view of one) without data.
+class _Dataless(torch.Tensor):
+    """`twin` is a meta tensor that stands for the data."""
 
-    `twin` is a meta tensor in the checkpoint's dtype whose offset and strides say which part of the tensor this is.
-    """
-
-    source: ParamMeta
     twin: torch.Tensor
-    # Without this, results such as `dst.copy_(lazy)` would be turned into lazies on their way back to Python.
+    # Without this, results such as `dst.copy_(lazy)` would be turned into this class on their way back to Python.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        names = sorted({lazy.source.name for lazy in lazy_in((args, kwargs))})
-        raise PlanMismatch(f"{func} was applied to {', '.join(names)} after its loader returned; it has no data")
+        found = [repr(leaf) for leaf in leaves_in((args, kwargs)) if isinstance(leaf, _Dataless)]
+        raise PlanMismatch(f"{func} was applied to {', '.join(found)} after its loader returned; it has no data")
+
+
+class LazyTensor(_Dataless):
+    """A checkpoint tensor (or a view of one) without data.
+
+    `twin` has the checkpoint's dtype; its offset and strides say which part of the tensor this is.
+    """
+
+    source: ParamMeta
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"<recording tensor {self.source.name} {tuple(self.twin.shape)}>"
@@ -112,18 +117,12 @@ def is_view(func: Any) -> bool:
     return not writes and bool(schema.returns) and all(ret.alias_info is not None for ret in schema.returns)
 
 
-class OpaqueTensor(torch.Tensor):
-    """A result without data. `twin` (meta) has its shape, strides and dtype."""
+class OpaqueTensor(_Dataless):
+    """A result without data. `twin` has its shape, strides and dtype."""
 
     sources: frozenset[str]
     why: str
     """The first operation that could not be followed."""
-    twin: torch.Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise PlanMismatch(f"{func} was applied to a result of recording tensors after the loader returned")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"<recording tensor of {', '.join(sorted(self.sources))} {tuple(self.twin.shape)}>"

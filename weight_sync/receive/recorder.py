@@ -176,16 +176,17 @@ class _Recording(TorchDispatchMode):
         reads = {module: {name for name, _ in self._touched[module]} for module in why}
         self._add_readers(reads)
         metas = {meta.name: meta for meta in params}
-        order = [name for name in self._seen if name in metas]
+        own: defaultdict[str, list[EngineParam]] = defaultdict(list)
+        for param in self._memory.described(self._written()):
+            own[module_of(param.name)].append(msgspec.structs.replace(param, name=SHARD_PREFIX + param.name))
         found: list[ReloadedModule] = []
         for module, text in why.items():
             if module in self._whole:
-                read = [metas[name] for name in order if name in reads[module]]
-                virtual = [EngineParam(name=WHOLE_PREFIX + m.name, shape=m.shape, dtype=m.dtype) for m in read]
+                read = [metas[name] for name in self._seen if name in reads[module]]
+                whole = [EngineParam(name=WHOLE_PREFIX + m.name, shape=m.shape, dtype=m.dtype) for m in read]
+                found.append(ReloadedModule(module, text, tuple(whole)))
             else:
-                own = [p for p in self._memory.described(self._written()) if module_of(p.name) == module]
-                virtual = [msgspec.structs.replace(param, name=SHARD_PREFIX + param.name) for param in own]
-            found.append(ReloadedModule(module, text, tuple(virtual)))
+                found.append(ReloadedModule(module, text, tuple(own[module])))
         return tuple(found)
 
     def _add_readers(self, reads: Mapping[str, Collection[str]]) -> None:
@@ -255,12 +256,8 @@ class _Recording(TorchDispatchMode):
             return func(*args, **kwargs)
         if func not in _CONSTANT_FILLS:
             for block in blocks:
-                self._load_whole(
-                    block,
-                    (),
-                    f"{func} changes {block.name} while {self.current} is loaded; what it writes is not in the "
-                    "checkpoint, use the reload path for this model",
-                )
+                why = f"{func} changes {block.name} while {self.current} is loaded; that is not in the checkpoint"
+                self._load_whole(block, (), why)
             return written[0]
         place = self._locate(written[0], ())
         if place is not None:
@@ -308,7 +305,7 @@ class _Recording(TorchDispatchMode):
     def _load_whole(self, block: Block, sources: Iterable[str], why: str) -> None:
         """The module of `block` is loaded from whole tensors; without a reloader, that is the end."""
         if not self._is_lenient:
-            self._refuse(why)
+            self._refuse(f"{why}; use the reload path for this model")
         module = module_of(block.name)
         self._whole.setdefault(module, why)
         self._touched[module].update((name, block.name) for name in sources)
@@ -338,12 +335,8 @@ class _Recording(TorchDispatchMode):
         elif mixed:
             self._absorb(dst, mixed, src.why if isinstance(src, OpaqueTensor) else _COMPUTES)
         elif block is not None:
-            self._load_whole(
-                block,
-                (),
-                f"{func} writes something into {block.name} that is not part of the checkpoint (while "
-                f"{self.current} is loaded); use the reload path for this model",
-            )
+            why = f"{func} writes something into {block.name} that is not part of the checkpoint"
+            self._load_whole(block, (), f"{why} (while {self.current} is loaded)")
         else:
             return func(*args, **kwargs)
         return dst
@@ -383,8 +376,7 @@ class _Recording(TorchDispatchMode):
             )
             self._coverage.add_copy(place)
         except TooScattered as error:
-            why = f"{name} is rearranged on its way into {where}: {error}; use the reload path for this model"
-            self._load_whole(place.block, (name,), why)
+            self._load_whole(place.block, (name,), f"{name} is rearranged on its way into {where}: {error}")
             return
         self._copies += [
             RecordedCopy(
