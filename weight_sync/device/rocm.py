@@ -24,6 +24,8 @@ _SLEEP_MODE_SINCE = (6, 4)
 """ROCm 6.3.4 has it too, but torch only knows HIP's version, which does not tell 6.3.4 from 6.3.0."""
 _NOSET = tuple(f"RAY_EXPERIMENTAL_NOSET_{vendor}_VISIBLE_DEVICES" for vendor in ("HIP", "ROCR"))
 _WHY_NOSET = "Ray would narrow each process to its own devices, and HIP IPC handles number those of the whole host"
+_LEGACY_IPC = "HSA_ENABLE_IPC_MODE_LEGACY"
+"""With 1, memory gets no handle."""
 _CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -50,7 +52,7 @@ class RocmBackend(CudaLikeBackend):
     def capabilities(self) -> Capabilities:
         # A driver whose torch is for something else does not know what its nodes have.
         sleeps = torch.version.hip is None or _version(torch.version.hip) >= _SLEEP_MODE_SINCE
-        return Capabilities(ipc=True, sleep_mode=sleeps, engine_forks=False)
+        return Capabilities(ipc=os.environ.get(_LEGACY_IPC) != "1", sleep_mode=sleeps, engine_forks=False)
 
     def device_identity(self) -> str:
         # torch's UUIDs of a device differ between processes.
@@ -69,7 +71,7 @@ class RocmBackend(CudaLikeBackend):
                 why="without it the first collective fails with ncclSystemError on MI300X; read when HIP starts",
             ),
             EnvVar(
-                name="HSA_ENABLE_IPC_MODE_LEGACY",
+                name=_LEGACY_IPC,
                 value="0",
                 why="vLLM's images for ROCm have 1, with which hipIpcGetMemHandle fails; read when HIP starts",
                 overrides=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from rollout.engine.actor import EngineActor
 from rollout.engine.interface import EngineSpec
+from tests.fakes.drivers.build import make_backend
 from tests.fakes.drivers.peer import Peer
 from tests.fakes.scripted_run import config
 from trainer.learner import actor as learner_module
@@ -17,6 +19,7 @@ from trainer.learner.actor import LearnerActor
 from weight_sync.device import DeviceError
 from weight_sync.device.select import build
 from weight_sync.device.visibility import seen_devices, take_devices
+from weight_sync.transports.exporter import offered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -162,6 +165,19 @@ def test_a_handle_whose_number_is_another_device_here_is_refused_with_the_reason
     block = learner.call("alloc", "rocm", libraries["rocm"], 1024)
     with pytest.raises(DeviceError, match=r"failed with 101 .*; .*same devices in the same order"):
         engine.open("rocm", libraries["rocm"], learner.export(block))
+
+
+@pytest.mark.parametrize(("legacy", "expected"), [("0", ("ipc", "nccl")), ("1", ("nccl",))])
+def test_memory_that_gets_no_handle_is_not_offered(
+    libraries: dict[str, str], monkeypatch: pytest.MonkeyPatch, legacy: str, expected: tuple[str, ...]
+) -> None:
+    """By a user's own HSA_ENABLE_IPC_MODE_LEGACY=1; what an image has gives way to ours."""
+    with closing(Peer({"HSA_ENABLE_IPC_MODE_LEGACY": legacy})) as learner:
+        block = learner.call("alloc", "rocm", libraries["rocm"], 1024)
+        with pytest.raises(DeviceError, match="hipIpcGetMemHandle failed") if legacy == "1" else nullcontext():
+            learner.export(block)
+    monkeypatch.setenv("HSA_ENABLE_IPC_MODE_LEGACY", legacy)
+    assert offered("auto", make_backend("rocm", libraries["rocm"])) == expected
 
 
 @pytest.mark.parametrize(("name", "variable"), [("rocm", HIP), ("npu", "ASCEND_RT_VISIBLE_DEVICES")])
