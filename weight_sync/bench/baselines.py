@@ -35,8 +35,8 @@ def store(timeout_s: float, *, port: int | None = None) -> Any:
     return make("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False, timeout=timeout)
 
 
-class Party:
-    """One process of a baseline. Learners are the first ranks, engine workers those after them. Making it is
+class Broadcast:
+    """What one process does in a baseline. Learners are the first ranks, engine workers those after them. Making it is
     collective; so are `send` and `receive`."""
 
     def __init__(self, case: Case, backend: Backend, device: torch.device, *, rank: int, port: int) -> None:

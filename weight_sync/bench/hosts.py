@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from weight_sync.bench.baselines import Party
+from weight_sync.bench.baselines import Broadcast
 from weight_sync.bench.ceiling import Ceiling
 from weight_sync.bench.model import EngineModel
+from weight_sync.device.environment import merge_env
 from weight_sync.device.select import get_backend
 from weight_sync.plan.types import ShardBox
 from weight_sync.publish.publisher import WeightPublisher
@@ -45,11 +47,12 @@ class _Host:
 
     def __init__(self, case: Case, device_index: int) -> None:
         self._case, self._backend = case, get_backend(case.device)
+        os.environ.update(merge_env(self._backend.process_env("engine"), {}, os.environ))
         self._device = self._backend.set_device(device_index)
         if self._device.type == "cpu":
             torch.set_num_threads(1)
         self._params = case.architecture.params(case.dtype)
-        self._party: Party | None = None
+        self._broadcast: Broadcast | None = None
         self._ceiling: Any = None
 
     def used_bytes(self) -> int:
@@ -73,11 +76,11 @@ class _Host:
         torch.accelerator.empty_cache()
 
     def join(self, rank: int, port: int) -> None:
-        self._party = Party(self._case, self._backend, self._device, rank=rank, port=port)
+        self._broadcast = Broadcast(self._case, self._backend, self._device, rank=rank, port=port)
 
     def leave(self) -> None:
-        if self._party is not None:
-            self._party = None
+        if self._broadcast is not None:
+            self._broadcast = None
             dist.destroy_process_group()
 
     def close_ceiling(self) -> None:
@@ -123,8 +126,8 @@ class LearnerHost(_Host):
         return getattr(self._publisher, method.removeprefix("ws_"))
 
     def baseline(self, name: str) -> None:
-        assert self._party is not None
-        self._party.send(name, self._tensors)
+        assert self._broadcast is not None
+        self._broadcast.send(name, self._tensors)
         self._backend.synchronize()
 
     def open_ceiling(self, nbytes: int) -> IpcHandle:
@@ -158,8 +161,8 @@ class WorkerHost(_Host):
         return [self._backend.digest(tensor) for tensor in self._model.tensors()]
 
     def baseline(self, name: str) -> None:
-        assert self._party is not None
-        self._party.receive(name, self._model.load_weights)
+        assert self._broadcast is not None
+        self._broadcast.receive(name, self._model.load_weights)
         self._backend.synchronize()
 
     def open_ceiling(self, handles: Mapping[int, IpcHandle], taken: Mapping[int, int], index: int) -> None:

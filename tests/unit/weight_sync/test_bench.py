@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from weight_sync.bench import report
 from weight_sync.bench.__main__ import parser, read_cases
 from weight_sync.bench.case import Case, CaseError, assign_devices
 from weight_sync.bench.engines import Traffic, engine_devices, merged
-from weight_sync.bench.hosts import host_bytes
+from weight_sync.bench.hosts import WorkerHost, host_bytes
 from weight_sync.bench.model import EngineModel
 from weight_sync.bench.processes import Child, Span
 from weight_sync.bench.report import Results, SyncSample
@@ -117,6 +118,13 @@ async def test_errors_keep_their_type_late_answers_are_dropped_and_a_killed_chil
         for each in (child, unborn):
             each.join()
     assert not unborn.process.is_alive()
+
+
+def test_a_host_has_the_variables_of_its_device_before_it_asks_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(CpuBackend, "set_device", lambda *_: pytest.fail(f"asked with {os.environ}"))
+    with pytest.raises(pytest.fail.Exception, match="'OMP_NUM_THREADS': '1'"):
+        WorkerHost(Case(model="tiny", device="cpu"), 0, 0)
 
 
 def test_memory_grows_with_what_is_taken_and_not_when_a_slot_is_written_for_the_first_time() -> None:
