@@ -18,7 +18,7 @@ adapters in memory as versions are in flight, and go through files.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -111,23 +111,18 @@ class TensorTree(nn.Module):
 
     def __init__(self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor] = {}) -> None:
         super().__init__()
-        for name, tensor in params.items():
-            module, leaf = self._place(name)
-            param = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
-            module.register_parameter(leaf, param)
-        for name, tensor in buffers.items():
-            module, leaf = self._place(name)
-            module.register_buffer(leaf, tensor)
-
-    def _place(self, name: str) -> tuple[nn.Module, str]:
-        """The module that a dotted name belongs to, made if need be, and the last part of the name."""
-        *path, leaf = name.split(".")
-        module: nn.Module = self
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = cast("nn.Module", module._modules[part])
-        return module, leaf
+        for name, tensor in (*params.items(), *buffers.items()):
+            *path, leaf = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = cast("nn.Module", module._modules[part])
+            if name in params:
+                param = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+                module.register_parameter(leaf, param)
+            else:
+                module.register_buffer(leaf, tensor)
 
 
 class AdapterSlot(TensorTree):
@@ -156,9 +151,9 @@ class AdapterSlot(TensorTree):
             check: raises if the slot no longer is the policy's.
         """
         linear = {name: cast("_Layer", layer) for name, layer in layers.items() if _is_linear(layer)}
-        views = {view.name: view for view in _slot_views(linear, packed)}
-        params = {name: view.tensor for name, view in views.items() if targets is None or view.target in targets}
-        super().__init__(params, {name: view.tensor for name, view in views.items() if name not in params})
+        views = [*_slot_views(linear, packed)]
+        params = {name: tensor for name, target, tensor in views if targets is None or target in targets}
+        super().__init__(params, {name: tensor for name, _, tensor in views if name not in params})
         self._linear = linear  # a dict of modules is not registered: base weights are not what is synchronised
         self._packed = {name: tuple(parts) for name, parts in packed.items()}
         self._mapper = mapper
@@ -172,8 +167,8 @@ class AdapterSlot(TensorTree):
         """
         self._check()
         known = dict(super().named_parameters(remove_duplicate=False))
-        views = [view for view in _slot_views(self._linear, self._packed) if view.name in known]
-        moved = [view.name for view in views if view.tensor.data_ptr() != known[view.name].data_ptr()]
+        views = ((name, tensor) for name, _, tensor in _slot_views(self._linear, self._packed) if name in known)
+        moved = [name for name, tensor in views if tensor.data_ptr() != known[name].data_ptr()]
         if moved:
             raise PlanMismatch(f"the engine moved {len(moved)} LoRA buffers, e.g. {moved[0]}; open a new epoch")
         return super().named_parameters(*args, **kwargs)
@@ -212,34 +207,26 @@ def _module_of(name: str, mapper: Any) -> tuple[str, bool]:
     return mapped.removesuffix(f".lora_{match['matrix']}.weight"), match["matrix"] == "A"
 
 
-class _View(NamedTuple):
-    name: str
-    target: str
-    """Last name of the checkpoint's layer that it belongs to: "v_proj"."""
-    tensor: torch.Tensor
-    """Contiguous, [1, R, in] or [1, out, R]."""
-
-
-def _slot_views(layers: Mapping[str, _Layer], packed: Mapping[str, Sequence[str]]) -> Iterator[_View]:
+def _slot_views(
+    layers: Mapping[str, _Layer], packed: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(name, last name of the checkpoint's layer such as "v_proj", contiguous [1, R, in] or [1, out, R])."""
     for name, layer in layers.items():
         for kind, slices in (("lora_a", layer.lora_a_stacked), ("lora_b", layer.lora_b_stacked)):
             parts = packed.get(name, (name,))
             for index, stacked in enumerate(slices):
                 # A few layers have more slices than checkpoints have parts; the last part then covers the rest.
                 target = parts[min(index, len(parts) - 1)].rsplit(".", 1)[-1]
-                yield _View(name=f"{name}.{kind}.{index}", target=target, tensor=stacked[SLOT])
+                yield f"{name}.{kind}.{index}", target, stacked[SLOT]
 
 
 def _fill(layer: _Layer, pairs: Sequence[dict[bool, torch.Tensor] | None]) -> None:
     if all(pair is None for pair in pairs):
         layer.reset_lora(SLOT)
         return
-    lora_a = [None if pair is None else pair[True] for pair in pairs]
-    lora_b = [None if pair is None else pair[False] for pair in pairs]
-    if len(pairs) == 1:
-        layer.set_lora(SLOT, lora_a[0], lora_b[0])
-    else:
-        layer.set_lora(SLOT, lora_a, lora_b)
+    lora_a, lora_b = ([None if pair is None else pair[is_a] for pair in pairs] for is_a in (True, False))
+    is_fused = len(pairs) > 1
+    layer.set_lora(SLOT, lora_a if is_fused else lora_a[0], lora_b if is_fused else lora_b[0])
 
 
 def _is_linear(layer: object) -> bool:

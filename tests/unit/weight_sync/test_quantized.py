@@ -165,6 +165,25 @@ def test_a_worker_is_sent_its_shard_and_whole_tensors_only_where_the_loader_comp
     assert "absorbed x1: derived again from other modules' weights" in recorded.layout.decisions
 
 
+@pytest.mark.parametrize(("value", "is_whole"), [(0.0, False), (7.0, True)])
+def test_padding_of_a_derived_module_is_zero_or_its_loader_runs_again(value: float, is_whole: bool) -> None:
+    model = DerivedEngine()
+    layer: Any = model.layers[1]
+    load = layer.load
+
+    def padded(source: str, tensor: torch.Tensor) -> None:
+        if source in layer.sources:
+            load(source, tensor)
+        else:
+            layer.bias.data[:4].copy_(tensor[:4])
+            layer.bias.data[4:].fill_(value)
+
+    vars(layer)["load"] = padded
+    found = {entry.module: entry for entry in record(model, PARAMS, worker=0, reloader=ToyReloader(model)).reloaded}
+    assert found["layers.1"].is_whole == is_whole
+    assert ("fills a part of layers.1.bias with 7.0" in found["layers.1"].why) == is_whole
+
+
 def test_tensor_that_comes_out_in_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = DerivedEngine()
     reload = ModuleReload(Reloads(model, ToyReloader(model), ()), CpuBackend(), arrivals=None)
