@@ -104,9 +104,8 @@ def decision_lines(
     for module in direct:
         kinds[_pattern(module), "direct (its loader's copies cover it exactly once)"] += 1
     for entry in reloaded:
-        kinds[
-            _pattern(entry.module), f"reload of {'whole tensors' if entry.is_whole else 'its shard'} ({entry.why})"
-        ] += 1
+        how = "reload of whole tensors" if entry.is_whole else "reload of its shard"
+        kinds[_pattern(entry.module), f"{how} ({entry.why})"] += 1
     for module in dependents:
         kinds[_pattern(module), "derived again from other modules' weights"] += 1
     return tuple(f"{pattern} x{count}: {decision}" for (pattern, decision), count in kinds.items())
