@@ -94,7 +94,7 @@ def _watch_protocol(traps: Trapped) -> None:
         synchronize(self, stream)
 
     sync_world.local_tensors, ControlClient.ask, CpuBackend.synchronize = watched, asked, synchronized
-    _watch_pulls(base.ReceiverEnd, traps)
+    _watch_pulls(base.SourceReader, traps)
 
 
 def _watch_pulls(kind: type[Any], traps: Trapped) -> None:

@@ -77,7 +77,7 @@ class LearnerParty(LocalPublisher, Party):
     def see_sent(self) -> dict[str, int]:
         """Receiver -> orders to send that were carried out, once none is under way: one counts after its transfer."""
         epoch = self.publisher._epoch
-        pairs = {} if epoch is None else dict(epoch.end._peers._pairs)
+        pairs = {} if epoch is None else dict(epoch.end._senders._pairs)
         for pair in pairs.values():
             wait_until(
                 lambda pair=pair: pair.state().error or pair.state().num_sent >= pair._num_ordered,

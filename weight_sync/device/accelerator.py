@@ -22,7 +22,7 @@ from weight_sync.device.base import (
     bytes_to_copy,
     require_size,
 )
-from weight_sync.device.collectives import nccl_group
+from weight_sync.device.collectives import DevicePair, Hccl, Nccl
 from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError, OutOfDeviceMemory
 from weight_sync.device.environment import EnvVar, is_true, missing_variables
 from weight_sync.device.pinning import Pinning
@@ -108,7 +108,7 @@ class AcceleratorStream:
 class AcceleratorBackend(Backend):
     """Shared mechanics. A subclass names its words, its library, its environment and its engine arguments.
 
-    `library` replaces the vendor's runtime library and `binding` torch's support of it; both are for tests.
+    `library` replaces the vendor's libraries and `binding` torch's support of them; both are for tests.
     """
 
     _ipc_hint = ""
@@ -133,6 +133,19 @@ class AcceleratorBackend(Backend):
 
     @abstractmethod
     def _make_driver(self, library: ctypes.CDLL) -> Driver: ...
+
+    @abstractmethod
+    def _load_collectives(self) -> ctypes.CDLL:
+        """Load the vendor's collective library, as torch loads it. Raises DeviceError if it cannot be found."""
+
+    def _make_collectives(self, library: ctypes.CDLL) -> Nccl | Hccl:
+        return Nccl(library)
+
+    @cached_property
+    def _collectives(self) -> Nccl | Hccl:
+        return self._make_collectives(
+            self._load_collectives() if self._library_path is None else ctypes.CDLL(self._library_path)
+        )
 
     @cached_property
     def _driver(self) -> Driver:
@@ -298,14 +311,18 @@ class AcceleratorBackend(Backend):
         self.enter()
         self._driver.stream_synchronize(self._binding.current_stream())
 
-    def process_group(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
+    def connect_pair(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
         # The library chooses its interfaces itself, by variables of its own.
-        device = self._binding.set_device(self.enter())
-        return self._connect_pair(store, rank=rank, timeout_s=timeout_s, device=device)
-
-    def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
-        """The vendor's part of `process_group`."""
-        return super().process_group(store, rank=rank, timeout_s=timeout_s)
+        return DevicePair(
+            self._collectives,
+            self._driver,
+            store,
+            rank=rank,
+            timeout_s=timeout_s,
+            device=self._binding.set_device(self.enter()),
+            stream=self.new_stream(),
+            enter=self.enter,
+        )
 
     def enter(self) -> int:
         """See `Backend.enter`. Where `set_device` was not called (an engine worker chose its own device), torch's
@@ -343,9 +360,6 @@ class CudaLikeBackend(AcceleratorBackend):
         if not torch.cuda.is_available():
             return ""
         return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
-
-    def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
-        return nccl_group(store, rank=rank, timeout_s=timeout_s, device=device)
 
 
 _COPY_KINDS = {

@@ -261,7 +261,7 @@ class Backend(ABC):
 
         return digest_bytes(data)
 
-    def process_group(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
+    def connect_pair(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
         """Member `rank` (0 or 1) of a group of two that moves memory of this device. Blocks until the other has joined.
 
         `store` is where the two find each other. `host` is the own address for the other to connect to, where the

@@ -1,7 +1,7 @@
 """Communicators of two processes.
 
-    GlooGroup         host memory, TCP
-    CollectiveGroup   device memory, through the vendor's collective library
+    GlooGroup    host memory, TCP, through torch
+    DevicePair   device memory, through the vendor's collective library: NCCL (RCCL has the same calls) or HCCL
 
 Both are made for peers that may die or stop at any moment. A group is aborted from any thread, whatever it is doing;
 afterwards it is of no use and the next transfer needs a new one.
@@ -10,23 +10,23 @@ afterwards it is of no use and the next transfer needs a new one.
 from __future__ import annotations
 
 import contextlib
-import os
+import ctypes
 import threading
 import time
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from weight_sync.device.environment import EnvVar, temporary_environment
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.distributed_c10d import Store
+
+    from weight_sync.device.driver import Driver
 
 
 POLL_S = (0.00005, 0.002)
@@ -34,15 +34,8 @@ POLL_S = (0.00005, 0.002)
 ABORT_S = 10.0
 """A driver that has not released its kernels after this long never will."""
 _ABORT_TAG = 2**30
-_WHY = "the default; in the environment from the start, because it cannot be added safely once other threads run"
-NCCL_SWITCHES = (EnvVar(name="TORCH_NCCL_BLOCKING_WAIT", value="0", why=_WHY),)
-HCCL_SWITCHES = tuple(
-    EnvVar(name=f"{prefix}HCCL_{name}", value=value, why=_WHY)
-    for prefix in ("", "TORCH_")
-    for name, value in (("BLOCKING_WAIT", "0"), ("ASYNC_ERROR_HANDLING", "1"))
-)
-"""Variables that have the other value while a group of ours is built."""
-_environment_lock = threading.Lock()
+_FOREVER = timedelta(days=1)
+_ROOT = "root"
 
 
 class LinkBroken(DeviceError):
@@ -52,11 +45,11 @@ class LinkBroken(DeviceError):
 class Transfer(Protocol):
     """Messages on their way."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until all have left (sender) or arrived (receiver), with one timeout for each.
+    def is_done(self, wait_s: float) -> bool:
+        """Whether all have left (sender) or arrived (receiver); waits up to `wait_s` for that.
 
         Raises:
-            LinkBroken: they will not, or not in time; the group must be aborted.
+            LinkBroken: they will not; the group must be aborted.
         """
         ...
 
@@ -65,7 +58,7 @@ class PairGroup(Protocol):
     """A group of two. Used by one thread, except for `abort`. Messages arrive in the order in which they were sent."""
 
     def send(self, tensors: Sequence[torch.Tensor]) -> Transfer:
-        """Start sending contiguous tensors, one message each. They must live and not change until it is done."""
+        """Start sending contiguous tensors, one message each. They must not change until it is done."""
         ...
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Transfer:
@@ -84,15 +77,28 @@ class PairGroup(Protocol):
 
 
 class GlooTransfer:
+    """Waits in a thread of its own: gloo cannot be asked, and a wait of it that times out ends the group."""
+
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
+        self._error: RuntimeError | None = None
+        self.waiting = threading.Thread(target=self._wait, name="gloo-transfer", daemon=True)
+        self.waiting.start()
 
-    def wait(self, timeout_s: float) -> None:
-        for work in self._works:
-            try:
-                work.wait(timedelta(seconds=timeout_s))
-            except RuntimeError as error:
-                raise LinkBroken(f"gloo: {_first_line(error)}") from error
+    def is_done(self, wait_s: float) -> bool:
+        self.waiting.join(wait_s)
+        if self.waiting.is_alive():
+            return False
+        if self._error is not None:
+            raise LinkBroken(f"gloo: {_first_line(self._error)}") from self._error
+        return True
+
+    def _wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait(_FOREVER)
+        except RuntimeError as error:
+            self._error = error
 
 
 class GlooGroup:
@@ -121,6 +127,8 @@ class GlooGroup:
         except RuntimeError as error:
             raise LinkBroken(f"gloo on {host or 'the default address'}: {_first_line(error)}") from error
         self._peer = 1 - rank
+        self._transfers: list[GlooTransfer] = []
+        """That may be under way."""
         self._is_aborted = False
         self._abort_lock = threading.Lock()
 
@@ -134,210 +142,428 @@ class GlooGroup:
         """gloo has no abort (`ProcessGroupGloo.abort` does nothing), but a wait that times out closes the connections
         of its group and fails everything else that waits there, so we let one time out."""
         with self._abort_lock:
-            if self._is_aborted:
-                return
-            self._is_aborted = True
-            with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8)
-                self._group.recv([nothing], self._peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            if not self._is_aborted:
+                self._is_aborted = True
+                with contextlib.suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    self._group.recv([nothing], self._peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+            deadline = time.monotonic() + ABORT_S
+            for transfer in self._transfers:
+                transfer.waiting.join(max(0.0, deadline - time.monotonic()))
+                if transfer.waiting.is_alive():
+                    raise LinkBroken(f"gloo did not abort within {ABORT_S:.0f} s; restart this process")
 
     def _start(self, operation: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> GlooTransfer:
         if self._is_aborted:
             raise LinkBroken("gloo: the group was aborted")
         try:
-            return GlooTransfer([operation([tensor], self._peer, 0) for tensor in tensors])
+            transfer = GlooTransfer([operation([tensor], self._peer, 0) for tensor in tensors])
         except RuntimeError as error:
             raise LinkBroken(f"gloo: {_first_line(error)}") from error
+        self._transfers = [one for one in self._transfers if one.waiting.is_alive()] + [transfer]
+        return transfer
 
 
-class CollectiveTransfer:
-    """Looks at the device from time to time instead of synchronising with it: a dead peer leaves a kernel that waits
-    for ever, and a thread in a driver call cannot be woken."""
+class Stream(Protocol):
+    """A stream of the driver's; see `Backend.new_stream`."""
 
-    def __init__(self, works: Sequence[Any], group: CollectiveGroup) -> None:
-        self._works = works
-        self._group = group
-
-    def wait(self, timeout_s: float) -> None:
-        pause_s, longest_s = POLL_S
-        deadline = time.monotonic() + timeout_s
-        try:
-            for work in self._works:
-                while not work.is_completed():
-                    if self._group.is_aborted:
-                        break
-                    if time.monotonic() > deadline:
-                        raise LinkBroken(f"{self._group.name}: no progress within {timeout_s:.1f} s")
-                    time.sleep(pause_s)
-                    pause_s = min(2 * pause_s, longest_s)
-                # Aborting ends the kernels, so an aborted transfer looks complete.
-                if self._group.is_aborted:
-                    raise LinkBroken(f"{self._group.name}: the group was aborted")
-                work.wait()  # complete, so this returns immediately, or raises what went wrong
-        except RuntimeError as error:
-            raise LinkBroken(f"{self._group.name}: {_first_line(error)}") from error
+    address: int
 
 
-class CollectiveGroup:
-    """Device memory. `build` makes the vendor's process group object, `stop` aborts it."""
+class DeviceTransfer:
+    """Looks at an event from time to time instead of synchronising with the device: a dead peer leaves a kernel that
+    waits for ever, and a thread in a driver call cannot be woken."""
+
+    def __init__(self, pair: DevicePair, event: int) -> None:
+        self._pair = pair
+        self._event = event
+
+    def is_done(self, wait_s: float) -> bool:
+        return self._pair.poll(lambda: self._pair.is_recorded(self._event), wait_s)
+
+
+class DevicePair:
+    """Device memory, by a vendor's collective library. Its transfers have a stream of their own: on a shared one, those
+    of other pairs would wait behind a peer that is dead."""
 
     def __init__(
         self,
-        build: Callable[[], Any],
-        stop: Callable[[Any], None],
+        library: Nccl | Hccl,
+        driver: Driver,
+        store: Store,
         *,
-        name: str,
         rank: int,
-        grouped: bool,
+        timeout_s: float,
         device: torch.device,
+        stream: Stream,
+        enter: Callable[[], int],
     ) -> None:
-        """`grouped`: the messages of one call are one launch (the library can do that)."""
-        self.name = name
-        self.is_aborted = False
-        self._stop = stop
-        self._grouped = grouped
-        self._device = device
-        self._peer = 1 - rank
-        self._abort_lock = threading.Lock()
-        try:
-            self._group = build()
-        except RuntimeError as error:
-            raise LinkBroken(f"{name}: {_first_line(error)}") from error
+        """Blocks until the peer has joined.
 
-    def handshake(self, timeout_s: float) -> CollectiveGroup:
-        """Exchange one small message, which makes the library connect. Until then no real tensor is involved, so a peer
-        that never joins holds no memory.
+        Args:
+            store: brings what rank 0 puts there to rank 1: where the library's two ends find each other.
+            enter: makes `device` the calling thread's.
 
         Raises:
-            LinkBroken: the peer did not answer within `timeout_s`.
+            LinkBroken: the peer has not joined within `timeout_s`, or the library refused.
         """
-        token = torch.zeros(16, dtype=torch.uint8, device=self._device)
+        self.name = library.name
+        self.is_aborted = False
+        self._library = library
+        self._driver = driver
+        self._device = device
+        self._stream = stream
+        self._enter = enter
+        self._peer = 1 - rank
+        self._timeout_s = timeout_s
+        self._events: dict[int, Sequence[torch.Tensor]] = {}
+        """Of transfers that may be under way, with their memory."""
+        self._comm: int | None = None
+        self._calls = threading.Lock()
+        """Held in every call that uses the communicator, so that none meets one that an abort has freed."""
+        self._abort_lock = threading.Lock()
+        self._aborting: threading.Thread | None = None
         try:
-            (self.receive if self._peer == 0 else self.send)([token]).wait(timeout_s)
+            self._connect(store, rank)
         except BaseException:
             with contextlib.suppress(LinkBroken):
                 self.abort()
             raise
-        return self
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> CollectiveTransfer:
-        return self._start(self._group.send, tensors)
+    def send(self, tensors: Sequence[torch.Tensor]) -> DeviceTransfer:
+        return self._start(self._library.send, tensors)
 
-    def receive(self, tensors: Sequence[torch.Tensor]) -> CollectiveTransfer:
-        return self._start(self._group.recv, tensors)
+    def receive(self, tensors: Sequence[torch.Tensor]) -> DeviceTransfer:
+        return self._start(self._library.receive, tensors)
 
     def abort(self) -> None:
+        self.is_aborted = True
         with self._abort_lock:
-            if self.is_aborted:
-                return
-            self.is_aborted = True
-        # In a thread: a library that hangs in its abort must not take the caller along.
-        stopper = threading.Thread(target=self._stop_quietly, name=f"{self.name}-abort", daemon=True)
-        stopper.start()
-        stopper.join(ABORT_S)
-        if stopper.is_alive():
+            if self._aborting is None:
+                # In a thread: a library that hangs in its abort must not take the caller along.
+                self._aborting = threading.Thread(target=self._abort, name=f"{self.name}-abort", daemon=True)
+                self._aborting.start()
+        self._aborting.join(ABORT_S)
+        if self._aborting.is_alive() or self._events:
             raise LinkBroken(f"{self.name} did not abort within {ABORT_S:.0f} s; restart this process")
 
-    def _stop_quietly(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._stop(self._group)
-
-    def _start(self, operation: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> CollectiveTransfer:
-        if self.is_aborted:
-            raise LinkBroken(f"{self.name}: the group was aborted")
-        self._require_own(tensors)
-        try:
-            if not self._grouped:
-                return CollectiveTransfer([operation([tensor], self._peer, 0) for tensor in tensors], self)
-            self._group._start_coalescing()
-            for tensor in tensors:
-                operation([tensor], self._peer, 0)
-            return CollectiveTransfer([self._group._end_coalescing()], self)
-        except RuntimeError as error:
-            raise LinkBroken(f"{self.name}: {_first_line(error)}") from error
-
-    def _require_own(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The library would quietly build a second communicator for another device, which nobody on the other side
-        joins. A tensor gets there easily: torch's current device is one per thread, and the first one in a new thread.
+    def poll(self, is_so: Callable[[], bool], wait_s: float) -> bool:
+        """Whether it `is_so` within `wait_s`.
 
         Raises:
-            ValueError: a tensor lies on another device.
+            LinkBroken: the pair was aborted, or its library has an error.
         """
+        pause_s, longest_s = POLL_S
+        deadline = time.monotonic() + wait_s
+        while True:
+            with self._calls:
+                self._require_open()
+                is_ready = self._comm is None or self._library.is_ready(self._comm)
+                if is_ready and is_so():
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+
+    def is_recorded(self, event: int) -> bool:
+        """Whether the device has come to `event`, which is freed then."""
+        if event in self._events:
+            if not self._driver.event_is_done(event):
+                return False
+            self._driver.event_destroy(event)
+            del self._events[event]
+        return True
+
+    def _connect(self, store: Store, rank: int) -> None:
+        store.set_timeout(timedelta(seconds=self._timeout_s))
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            if rank == 0:
+                store.set(_ROOT, self._library.new_root())  # type: ignore[arg-type]
+            root = bytes(store.get(_ROOT))
+        except RuntimeError as error:
+            why = _first_line(error)
+            raise LinkBroken(f"{self.name}: the peer did not join within {self._timeout_s:.1f} s: {why}") from error
+        self._comm = self._library.connect(root, rank)
+        self._await_ready(deadline - time.monotonic())
+        # The library connects with the first message. Until then no real tensor is involved, so a peer that never joins
+        # holds no memory.
+        token = torch.zeros(16, dtype=torch.uint8, device=self._device)
+        transfer = (self.receive if self._peer == 0 else self.send)([token])
+        if not transfer.is_done(deadline - time.monotonic()):
+            raise LinkBroken(f"{self.name}: the peer did not join within {self._timeout_s:.1f} s")
+
+    def _start(self, call: Callable[..., None], tensors: Sequence[torch.Tensor]) -> DeviceTransfer:
         for tensor in tensors:
-            if tensor.device != self._device:
+            if tensor.device != self._device or not tensor.is_contiguous() or tensor.dtype != torch.uint8:
                 raise ValueError(
-                    f"{self.name} of {self._device} cannot move a tensor on {tensor.device}; name the device when the "
-                    "tensor is made"
+                    f"{self.name} of {self._device} moves contiguous bytes on that device, got {tensor.dtype} on "
+                    f"{tensor.device} with strides {tensor.stride()}; name the device when the tensor is made"
                 )
+        self._enter()
+        with self._calls:
+            self._require_open()
+            assert self._comm is not None
+            call(self._comm, tensors, peer=self._peer, stream=self._stream.address)
+        # What the library has not launched yet, an event would not wait for.
+        self._await_ready(self._timeout_s)
+        with self._calls:
+            self._require_open()
+            event = self._driver.event_record(self._stream.address)
+            self._events[event] = tensors
+        return DeviceTransfer(self, event)
+
+    def _await_ready(self, wait_s: float) -> None:
+        if not self.poll(lambda: True, wait_s):
+            raise LinkBroken(f"{self.name}: the peer did not join within {self._timeout_s:.1f} s")
+
+    def _require_open(self) -> None:
+        if self.is_aborted:
+            raise LinkBroken(f"{self.name}: the group was aborted")
+
+    def _abort(self) -> None:
+        deadline = time.monotonic() + ABORT_S
+        with self._calls:
+            comm, self._comm = self._comm, None
+        with contextlib.suppress(DeviceError):
+            self._enter()
+            if comm is not None:
+                self._library.abort(comm)
+        # The kernels end soon after; until then they may write.
+        while self._events and time.monotonic() < deadline:
+            for event in [*self._events]:
+                with contextlib.suppress(DeviceError):
+                    self.is_recorded(event)
+            time.sleep(POLL_S[0])
 
 
-@contextlib.contextmanager
-def _switched(switches: Sequence[EnvVar]) -> Iterator[None]:
-    """Tandem's processes start with these variables (`Backend.process_env`): giving one another value replaces a
-    pointer, while adding or removing one moves the table that C code of other threads may be reading. A process that
-    started without them gets them with its first group, and keeps them."""
-    with _environment_lock:
-        for switch in switches:
-            os.environ.setdefault(switch.name, switch.value)
-        with temporary_environment({switch.name: "1" if switch.value == "0" else "0" for switch in switches}):
-            yield
+class _CollectiveLibrary:
+    """Calls by name. ctypes releases the interpreter lock in each, so one that hangs stops only its own thread."""
+
+    name: str
+    _PENDING: int | None = None
+    """What a call returns that goes on in the background."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def _call(self, name: str, *arguments: object) -> None:
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise DeviceError(f"{self._library._name} has no {name}; it is too old, use ipc, shm or gloo")
+        function.restype = ctypes.c_int
+        self._require(name, function(*arguments))
+
+    def _require(self, name: str, code: int) -> None:
+        if code not in (0, self._PENDING):
+            raise LinkBroken(f"{name} failed with {code} ({self._describe(code)})")
+
+    def _describe(self, code: int) -> str:
+        raise NotImplementedError
 
 
-def _build(make: Any, options: Any, switches: Sequence[EnvVar], store: Store, *, rank: int, timeout_s: float) -> Any:
-    options._timeout = timedelta(seconds=timeout_s)
-    # Rank 1 waits in this store for what rank 0 puts there.
-    store.set_timeout(timedelta(seconds=timeout_s))
-    with _switched(switches):
-        return make(store, rank, 2, options)
+class _NcclId(ctypes.Structure):
+    """ncclUniqueId; passed by value."""
+
+    _fields_ = (("internal", ctypes.c_char * 128),)
 
 
-def nccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.device) -> CollectiveGroup:
-    """NCCL, and RCCL under the same name.
+class _NcclConfig(ctypes.Structure):
+    """ncclConfig_t as of 2.17. Later libraries take the rest of theirs from their defaults."""
 
-    torch gives every such group a watchdog thread which, by default, ends the *process* when a peer dies or a transfer
-    takes too long. There is no option for that, only the environment, read when the group is built: with
-    TORCH_NCCL_BLOCKING_WAIT=1 there is neither watchdog nor heartbeat monitor, `is_completed` itself asks the library
-    for errors, and `abort` is ours to call. It is set for the moment of building only; the learner's own groups keep
-    their watchdogs.
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+    )
 
-    Raises:
-        DeviceError: this torch has no such group.
-        LinkBroken: the peer did not join within `timeout_s`.
+
+class Nccl(_CollectiveLibrary):
+    """NCCL, and RCCL with the same calls."""
+
+    name = "nccl"
+    MAX_CTAS = 4
+    """Multiprocessors that a transfer takes from the learner's compute. More than 4 move no more bytes (89 GB/s between
+    two H200s), and each takes 8 MiB of the device for buffers."""
+    _PENDING = 7
+    _UINT8 = 1
+    _UNSET = -(2**31)
+
+    def new_root(self) -> bytes:
+        root = _NcclId()
+        self._call("ncclGetUniqueId", ctypes.byref(root))
+        return ctypes.string_at(ctypes.byref(root), ctypes.sizeof(root))
+
+    def connect(self, root: bytes, rank: int) -> int:
+        config = _NcclConfig(
+            size=ctypes.sizeof(_NcclConfig),
+            magic=0xCAFEBEEF,
+            version=21700,
+            blocking=0,
+            cga_cluster_size=self._UNSET,
+            min_ctas=self._UNSET,
+            max_ctas=self.MAX_CTAS,
+            net_name=None,
+        )
+        comm = ctypes.c_void_p()
+        self._call(
+            "ncclCommInitRankConfig",
+            ctypes.byref(comm),
+            ctypes.c_int(2),
+            _NcclId.from_buffer_copy(root),
+            ctypes.c_int(rank),
+            ctypes.byref(config),
+        )
+        return _handle(comm)
+
+    def is_ready(self, comm: int) -> bool:
+        """Whether the last call is through.
+
+        Raises:
+            LinkBroken: it failed, or a transfer did.
+        """
+        state = ctypes.c_int()
+        self._call("ncclCommGetAsyncError", ctypes.c_void_p(comm), ctypes.byref(state))
+        self._require("nccl", state.value)
+        return state.value != self._PENDING
+
+    def send(self, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
+        self._group("ncclSend", comm, tensors, peer, stream)
+
+    def receive(self, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
+        self._group("ncclRecv", comm, tensors, peer, stream)
+
+    def abort(self, comm: int) -> None:
+        self._call("ncclCommAbort", ctypes.c_void_p(comm))
+
+    def _group(self, name: str, comm: int, tensors: Sequence[torch.Tensor], peer: int, stream: int) -> None:
+        """The messages of one call are one launch."""
+        self._call("ncclGroupStart")
+        try:
+            for tensor in tensors:
+                self._call(
+                    name,
+                    ctypes.c_void_p(tensor.data_ptr()),
+                    ctypes.c_size_t(tensor.numel()),
+                    ctypes.c_int(self._UINT8),
+                    ctypes.c_int(peer),
+                    ctypes.c_void_p(comm),
+                    ctypes.c_void_p(stream),
+                )
+        finally:
+            self._call("ncclGroupEnd")
+
+    def _describe(self, code: int) -> str:
+        function = self._library.ncclGetErrorString
+        function.restype = ctypes.c_char_p
+        return _text(function(ctypes.c_int(code)))
+
+
+class _HcclConfig(ctypes.Structure):
+    """HcclCommConfig of version 1. Later libraries take the rest of theirs from their defaults."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint32),
+        ("version", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint64),
+        ("buffer_mib", ctypes.c_uint32),
+        ("deterministic", ctypes.c_uint32),
+    )
+
+
+class Hccl(_CollectiveLibrary):
+    """HCCL. Never run on hardware: written from its headers, tested against a fake library.
+
+    It has neither groups nor an abort: messages are launched one by one, and destroying a communicator is what ends it.
+    A kernel that waits for a dead peer may outlive that; then `abort` fails after `ABORT_S`, with the process still
+    alive.
     """
-    make = getattr(dist, "ProcessGroupNCCL", None)
-    if make is None:
-        raise DeviceError(f"torch {torch.__version__} was built without NCCL; use ipc, shm or gloo")
 
-    build = partial(_build, make, make.Options(), NCCL_SWITCHES, store, rank=rank, timeout_s=timeout_s)
-    group = CollectiveGroup(build, lambda built: built.abort(), name="nccl", rank=rank, grouped=True, device=device)
-    return group.handshake(timeout_s)
+    name = "hccl"
+    BUFFER_MIB = 16
+    """Twice per pair and device. HCCL's own 200 would be 400 MiB for each peer that a process has."""
+    _ROOT_BYTES = 4108
+    _INT8 = 0
+
+    def new_root(self) -> bytes:
+        root = ctypes.create_string_buffer(self._ROOT_BYTES)
+        self._call("HcclGetRootInfo", root)
+        return root.raw
+
+    def connect(self, root: bytes, rank: int) -> int:
+        """Blocks until the peer has joined, or for HCCL_CONNECT_TIMEOUT."""
+        config = _HcclConfig(
+            size=ctypes.sizeof(_HcclConfig),
+            magic=0xF0F0F0F0,
+            version=1,
+            buffer_mib=self.BUFFER_MIB,
+            deterministic=0,
+        )
+        comm = ctypes.c_void_p()
+        self._call(
+            "HcclCommInitRootInfoConfig",
+            ctypes.c_uint32(2),
+            ctypes.create_string_buffer(root, self._ROOT_BYTES),
+            ctypes.c_uint32(rank),
+            ctypes.byref(config),
+            ctypes.byref(comm),
+        )
+        return _handle(comm)
+
+    def is_ready(self, comm: int) -> bool:
+        """
+        Raises:
+            LinkBroken: a transfer failed.
+        """
+        state = ctypes.c_int()
+        self._call("HcclGetCommAsyncError", ctypes.c_void_p(comm), ctypes.byref(state))
+        self._require("hccl", state.value)
+        return True
+
+    def send(self, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
+        self._each("HcclSend", comm, tensors, peer, stream)
+
+    def receive(self, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
+        self._each("HcclRecv", comm, tensors, peer, stream)
+
+    def abort(self, comm: int) -> None:
+        self._call("HcclCommDestroy", ctypes.c_void_p(comm))
+
+    def _each(self, name: str, comm: int, tensors: Sequence[torch.Tensor], peer: int, stream: int) -> None:
+        for tensor in tensors:
+            self._call(
+                name,
+                ctypes.c_void_p(tensor.data_ptr()),
+                ctypes.c_uint64(tensor.numel()),
+                ctypes.c_int(self._INT8),
+                ctypes.c_uint32(peer),
+                ctypes.c_void_p(comm),
+                ctypes.c_void_p(stream),
+            )
+
+    def _describe(self, code: int) -> str:
+        function = getattr(self._library, "HcclGetErrorString", None)
+        if function is None:
+            return "no description"
+        function.restype = ctypes.c_char_p
+        return _text(function(ctypes.c_int(code)))
 
 
-_HCCL_BUFFER_MIB = 16
-"""Twice per group and device. HCCL's 200 would be 400 MiB for each peer that a process has."""
+def _handle(comm: ctypes.c_void_p) -> int:
+    if comm.value is None:
+        raise LinkBroken("the library reported success but returned no communicator")
+    return comm.value
 
 
-def hccl_group(store: Store, *, rank: int, timeout_s: float, device: torch.device) -> CollectiveGroup:
-    """HCCL. Never run on hardware: its test uses a fake `torch_npu`.
-
-    Same shape and same caution as `nccl_group`. Messages are not grouped: torch_npu does so only in some versions.
-
-    Raises:
-        DeviceError: torch_npu is not installed.
-        LinkBroken: the peer did not join within `timeout_s`.
-    """
-    try:
-        from torch_npu._C._distributed_c10d import ProcessGroupHCCL  # pyright: ignore[reportMissingImports]
-    except (ImportError, OSError) as error:
-        raise DeviceError(f"torch_npu cannot be imported ({error}); install it, or use ipc, shm or gloo") from error
-
-    def stop(built: Any) -> None:
-        built.abort_hccl_comm("the peer of a weight transfer is gone")
-
-    options = ProcessGroupHCCL.Options()
-    options.hccl_config = {"hccl_buffer_size": _HCCL_BUFFER_MIB}
-    build = partial(_build, ProcessGroupHCCL, options, HCCL_SWITCHES, store, rank=rank, timeout_s=timeout_s)
-    return CollectiveGroup(build, stop, name="hccl", rank=rank, grouped=False, device=device).handshake(timeout_s)
+def _text(raw: bytes | None) -> str:
+    return "no description" if raw is None else raw.decode(errors="replace").strip()
 
 
 def _first_line(error: BaseException) -> str:

@@ -159,7 +159,7 @@ class CpuBackend(Backend):
     def synchronize(self, stream: Any | None = None) -> None:
         return None
 
-    def process_group(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
+    def connect_pair(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
         return GlooGroup(store, rank=rank, timeout_s=timeout_s, host=host)
 
     def memory_info(self) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from weight_sync.device.accelerator import ENGINE_SPAWNS, CudaLikeBackend
-from weight_sync.device.collectives import NCCL_SWITCHES
 from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
 
@@ -34,7 +33,12 @@ class CudaBackend(CudaLikeBackend):
     def _load_library(self) -> ctypes.CDLL:
         version = torch.version.cuda
         major = "" if version is None else "." + version.split(".")[0]
-        return load_library("libcudart", installed=_wheel_libraries(major), sonames=[f"libcudart.so{major}"])
+        return load_library(
+            "libcudart", installed=_wheel_libraries(f"libcudart*.so{major}*"), sonames=[f"libcudart.so{major}"]
+        )
+
+    def _load_collectives(self) -> ctypes.CDLL:
+        return load_library("libnccl", installed=_wheel_libraries("libnccl.so.2"), sonames=["libnccl.so.2"])
 
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         match role:
@@ -47,9 +51,9 @@ class CudaBackend(CudaLikeBackend):
                     why="packed micro-batches vary in length and fragment torch's cache; weight-sync arenas are raw "
                     "driver allocations and are not affected",
                 )
-                return (segments, *NCCL_SWITCHES)
+                return (segments,)
             case "engine":
-                return (ENGINE_SPAWNS, *_sampler_env(), *NCCL_SWITCHES)
+                return (ENGINE_SPAWNS, *_sampler_env())
 
 
 def _sampler_env() -> tuple[EnvVar, ...]:
@@ -59,8 +63,7 @@ def _sampler_env() -> tuple[EnvVar, ...]:
     return (EnvVar(name="VLLM_USE_FLASHINFER_SAMPLER", value="0", why=why),)
 
 
-def _wheel_libraries(major: str) -> list[Path]:
-    """Where the CUDA wheels that torch depends on keep libcudart: nvidia/cuda_runtime (12) or nvidia/cu13 (13)."""
+def _wheel_libraries(name: str) -> list[Path]:
+    """Where the wheels that torch depends on keep a library: e.g. nvidia/cuda_runtime (CUDA 12) or nvidia/cu13 (13)."""
     site = Path(torch.__file__).parent.parent
-    nvidia = sorted((site / "nvidia").glob(f"*/lib/libcudart.so{major}"))
-    return [*nvidia, *sorted((site / "torch" / "lib").glob(f"libcudart*.so{major}*"))]
+    return [*sorted((site / "nvidia").glob(f"*/lib/{name}")), *sorted((site / "torch" / "lib").glob(name))]

@@ -52,7 +52,8 @@ class _Library(ABC):
     def _describe(self, code: int) -> str:
         """The library's description of an error code. Also clears the error where the library keeps it."""
 
-    def _call(self, name: str, *arguments: object) -> None:
+    def _call(self, name: str, *arguments: object, unless: int = 0) -> bool:
+        """Whether it succeeded; False for the error code `unless`, while every other one raises."""
         name = self._prefix + name
         function = getattr(self._library, name, None)
         if function is None:
@@ -60,8 +61,11 @@ class _Library(ABC):
         function.restype = c_int
         code = function(*arguments)
         if code != 0:
-            kind = OutOfDeviceMemory if code == self._OUT_OF_MEMORY else DriverCallError
-            raise kind(f"{name} failed with {code} ({self._describe(code)})")
+            description = self._describe(code)
+            if code != unless:
+                kind = OutOfDeviceMemory if code == self._OUT_OF_MEMORY else DriverCallError
+                raise kind(f"{name} failed with {code} ({description})")
+        return code == 0
 
     def _value(self, kind: Any, name: str, *arguments: object) -> int:
         """What the call writes to where its first argument points."""
@@ -82,6 +86,8 @@ class CudaLikeDriver(_Library):
     _OUT_OF_MEMORY = 2
     _LAZY_ENABLE_PEER_ACCESS = 1
     _STREAM_NON_BLOCKING = 1
+    _EVENT_WITHOUT_TIME = 2
+    _NOT_READY = 600
 
     class _IpcHandle(ctypes.Structure):
         """cudaIpcMemHandle_t and hipIpcMemHandle_t; passed by value when opened."""
@@ -145,6 +151,18 @@ class CudaLikeDriver(_Library):
     def stream_synchronize(self, stream: int) -> None:
         self._call("StreamSynchronize", c_void_p(stream))
 
+    def event_record(self, stream: int) -> int:
+        """A new event behind all that is queued on `stream`."""
+        event = self._pointer("EventCreateWithFlags", c_uint(self._EVENT_WITHOUT_TIME))
+        self._call("EventRecord", c_void_p(event), c_void_p(stream))
+        return event
+
+    def event_is_done(self, event: int) -> bool:
+        return self._call("EventQuery", c_void_p(event), unless=self._NOT_READY)
+
+    def event_destroy(self, event: int) -> None:
+        self._call("EventDestroy", c_void_p(event))
+
     def device_synchronize(self) -> None:
         self._call("DeviceSynchronize")
 
@@ -165,6 +183,7 @@ class AclDriver(_Library):
     _EXPORT_WITHOUT_PID_LIST = 1
     """The receivers' process ids are not known when the block is exported."""
     _IMPORT_WITH_PEER_ACCESS = 1
+    _EVENT_COMPLETE = 1
     _HOST_REGISTER_PINNED = 0x10000000
     _HOST_REGISTER_SINCE = (5, 11)
     """Below this version of Linux, memory that is not page-locked yet causes exceptions, says CANN."""
@@ -257,6 +276,19 @@ class AclDriver(_Library):
 
     def stream_synchronize(self, stream: int) -> None:
         self._call("aclrtSynchronizeStream", c_void_p(stream))
+
+    def event_record(self, stream: int) -> int:
+        event = self._pointer("aclrtCreateEvent")
+        self._call("aclrtRecordEvent", c_void_p(event), c_void_p(stream))
+        return event
+
+    def event_is_done(self, event: int) -> bool:
+        status = c_int()
+        self._call("aclrtQueryEventStatus", c_void_p(event), ctypes.byref(status))
+        return status.value == self._EVENT_COMPLETE
+
+    def event_destroy(self, event: int) -> None:
+        self._call("aclrtDestroyEvent", c_void_p(event))
 
     def device_synchronize(self) -> None:
         self._call("aclrtSynchronizeDevice")

@@ -11,7 +11,7 @@ import torch
 
 from weight_sync.device.accelerator import ENGINE_SPAWNS, AcceleratorBackend
 from weight_sync.device.base import Capabilities, Role, bytes_to_copy
-from weight_sync.device.collectives import HCCL_SWITCHES, PairGroup, hccl_group
+from weight_sync.device.collectives import Hccl
 from weight_sync.device.driver import AclDriver
 from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import ctypes
     from collections.abc import Iterable
 
-    from torch.distributed.distributed_c10d import Store
 
 _CONNECT_TIMEOUT_S = (120, 7200)
 """What HCCL accepts."""
@@ -58,16 +57,18 @@ class NpuBackend(AcceleratorBackend):
         return AclDriver(library)
 
     def _load_library(self) -> ctypes.CDLL:
-        home = Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest"))
-        return load_library("libascendcl", installed=[home / "lib64" / "libascendcl.so"])
+        return _load("libascendcl")
+
+    def _load_collectives(self) -> ctypes.CDLL:
+        return _load("libhccl")
+
+    def _make_collectives(self, library: ctypes.CDLL) -> Hccl:
+        return Hccl(library)
 
     def capabilities(self) -> Capabilities:
         # A driver without the library may head a cluster of others: it asks for what does not depend on it.
         ipc = self.is_available() and isinstance(self._driver, AclDriver) and self._driver.supports_ipc()
         return Capabilities(ipc=ipc, sleep_mode=True, engine_forks=False)
-
-    def _connect_pair(self, store: Store, *, rank: int, timeout_s: float, device: torch.device) -> PairGroup:
-        return hccl_group(store, rank=rank, timeout_s=timeout_s, device=device)
 
     def device_identity(self) -> str:
         index = self.enter()
@@ -101,22 +102,19 @@ class NpuBackend(AcceleratorBackend):
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         if role == "driver":
             return ()
-        collective = (
-            EnvVar(
-                name="HCCL_CONNECT_TIMEOUT",
-                value="1800",
-                why="seconds a rank waits for its peers; HCCL's 120 are less than a large model needs to load",
-            ),
-            *HCCL_SWITCHES,
+        patience = EnvVar(
+            name="HCCL_CONNECT_TIMEOUT",
+            value="1800",
+            why="seconds a rank waits for its peers; HCCL's 120 are less than a large model needs to load",
         )
         if role == "learner":
-            return collective
+            return (patience,)
         layout = EnvVar(
             name="VLLM_ASCEND_ENABLE_NZ",
             value="0",
             why="vllm-ascend would keep weights in the FRACTAL_NZ layout, which cannot be written row by row",
         )
-        return (*collective, layout, ENGINE_SPAWNS)
+        return (patience, layout, ENGINE_SPAWNS)
 
     def sharing_env(self) -> tuple[EnvVar, ...]:
         return tuple(
@@ -155,3 +153,8 @@ class NpuBackend(AcceleratorBackend):
                 "writes the engine's weights in place; leave weight_nz_mode out"
             )
         return {**user, "additional_config": {**config, **_WEIGHTS_IN_ROWS}}
+
+
+def _load(stem: str) -> ctypes.CDLL:
+    home = Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest"))
+    return load_library(stem, installed=[home / "lib64" / f"{stem}.so"])

@@ -11,7 +11,6 @@ import torch
 
 from weight_sync.device.accelerator import ENGINE_SPAWNS, CudaLikeBackend
 from weight_sync.device.base import Capabilities, Role
-from weight_sync.device.collectives import NCCL_SWITCHES
 from weight_sync.device.driver import CudaLikeDriver
 from weight_sync.device.environment import EnvVar
 from weight_sync.device.process import load_library
@@ -44,10 +43,10 @@ class RocmBackend(CudaLikeBackend):
     )
 
     def _load_library(self) -> ctypes.CDLL:
-        torch_lib = Path(torch.__file__).parent / "lib"
-        rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm"))
-        installed = [torch_lib / "libamdhip64.so", *sorted((rocm / "lib").glob("libamdhip64.so*"))]
-        return load_library("libamdhip64", installed=installed)
+        return _load("libamdhip64")
+
+    def _load_collectives(self) -> ctypes.CDLL:
+        return _load("librccl")
 
     def capabilities(self) -> Capabilities:
         # A driver whose torch is for something else does not know what its nodes have.
@@ -76,7 +75,6 @@ class RocmBackend(CudaLikeBackend):
                 why="vLLM's images for ROCm have 1, with which hipIpcGetMemHandle fails; read when HIP starts",
                 overrides=True,
             ),
-            *NCCL_SWITCHES,
         )
         return common if role == "learner" else (*common, ENGINE_SPAWNS)
 
@@ -104,6 +102,12 @@ class RocmBackend(CudaLikeBackend):
     def engine_defaults(self) -> dict[str, Any]:
         # Capturing graphs of large batches can crash the runtime.
         return {"cudagraph_capture_sizes": list(_CAPTURE_SIZES)}
+
+
+def _load(stem: str) -> ctypes.CDLL:
+    rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm"))
+    installed = [Path(torch.__file__).parent / "lib" / f"{stem}.so", *sorted((rocm / "lib").glob(f"{stem}.so*"))]
+    return load_library(stem, installed=installed)
 
 
 def _version(hip: str | None) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ from weight_sync.plan.agreement import open_pack
 from weight_sync.plan.types import RankShards
 from weight_sync.publish.packer import Packer, pack_steps
 from weight_sync.publish.slots import Arena
-from weight_sync.transports.exporter import Offer, offered
+from weight_sync.transports.exporter import SlotExporter, offered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +83,7 @@ class Sealer:
     def __init__(
         self,
         backend: Backend,
-        end: Offer,
+        end: SlotExporter,
         arena: Arena,
         *,
         ranges: Sequence[tuple[int, int]],
@@ -218,7 +218,7 @@ class Epoch:
     plan: PackPlan
     segments: Segments
     arena: Arena
-    end: Offer
+    end: SlotExporter
     packer: Packer
     sealer: Sealer
     reports: dict[int, PackReport]
@@ -265,7 +265,7 @@ class WeightPublisher:
         root, plan = open_pack(opening.plan, epoch=opening.epoch, rank=self._rank)
         self.close()
         host = reachable_host() if opening.host is None else opening.host
-        end = Offer(
+        end = SlotExporter(
             offered(opening.transport, self._backend),
             self._backend,
             slot_bytes=plan.arena_bytes,
@@ -373,7 +373,7 @@ class WeightPublisher:
             if epoch.server is not None:
                 closing.callback(epoch.server.close)
 
-    def _make_epoch(self, opening: OpenPublisher, plan: PackPlan, end: Offer) -> Epoch:
+    def _make_epoch(self, opening: OpenPublisher, plan: PackPlan, end: SlotExporter) -> Epoch:
         slots = [end.slot(index) for index in range(opening.num_slots)] if plan.arena_bytes else []
         segments = segments_of(plan)
         arena = Arena(opening.num_slots, clock=self._clock)

@@ -43,8 +43,8 @@ from weight_sync.node import node_id
 from weight_sync.transports import pair
 from weight_sync.transports.base import PIECE_BYTES, OnArrived, Piece, ignore
 from weight_sync.transports.mapped import DEVICE
-from weight_sync.transports.pair_sender import Peers, Sender
-from weight_sync.transports.select import open_end, ways
+from weight_sync.transports.pair_sender import SenderPool
+from weight_sync.transports.select import open_reader, usable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from weight_sync.channel import ControlClient
     from weight_sync.device.base import Backend, PersistentBlock
     from weight_sync.messages import PeerAddress, Response, TransportRequest
-    from weight_sync.transports.base import Check, ReceiverEnd
+    from weight_sync.transports.base import Check, SourceReader
 
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def stretches_of(shadow: PersistentBlock, pieces: Mapping[int, Sequence[Piece]])
 
 
 class _ShadowSlot:
-    """A shadow block as the one slot of a `Sender`."""
+    """A shadow block as the one slot of a `SenderPool`."""
 
     num_slots = 1
 
@@ -160,10 +160,10 @@ class Relay:
         self._waiting: dict[tuple[str, int], tuple[AwaitRequest, Future[Response]]] = {}
         """(successor, rank) -> the last question that has no answer yet."""
         self._arenas: tuple[ArenaHandle, ...] = ()
-        self._peers: Peers | None = None
+        self._senders: SenderPool | None = None
         if shadow is not None:
             self._arenas = tuple(_arenas(backend, shadow, host))
-            self._peers = Peers(Sender(_ShadowSlot(backend, shadow.tensor), host=host, timing=pair.Timing()))
+            self._senders = SenderPool(_ShadowSlot(backend, shadow.tensor), host=host, timing=pair.Timing())
 
     def handle(self, address: PeerAddress) -> RelayHandle | None:
         """How others read from here, given the address of this process's control server; None if they cannot."""
@@ -175,10 +175,10 @@ class Relay:
         """Read from these predecessors from now on, and from no others; free what is kept for successors that are gone
         (a killed one has not hung up)."""
         self._hang_up()
-        if self._peers is None:
+        if self._senders is None:
             return
         for reader in set(self._link.readers).difference(request.readers):
-            self._peers.forget(reader.rpartition("/")[0])
+            self._senders.forget(reader.rpartition("/")[0])
         self._link = request
         self._via = {rank: stage.via for stage in self._link.stages for rank in stage.ranks}
 
@@ -244,10 +244,10 @@ class Relay:
             VersionUnavailable: nothing of that version comes from here any more.
             ValueError: a source or range that does not exist.
         """
-        if self._peers is None:
+        if self._senders is None:
             raise ValueError(f"{self._owner} has nothing that {sender} could read")
         if not isinstance(request, AwaitRequest):
-            return self._peers.answer(sender, request)
+            return self._senders.answer(sender, request)
         if request.rank not in self._stretches:
             raise ValueError(f"rank must be one of {sorted(self._stretches)}, got {request.rank}")
         with self._lock:
@@ -269,8 +269,8 @@ class Relay:
         """Turn successors away for good, unmap and hang up. The shadow stays its owner's. Idempotent."""
         self.give_up("has closed its epoch")
         with ExitStack() as closing:
-            if self._peers is not None:
-                closing.callback(self._peers.close, join_s=CLOSE_S)
+            if self._senders is not None:
+                closing.callback(self._senders.close, join_s=CLOSE_S)
             closing.callback(self._hang_up)
 
     def _inlet(self, index: int) -> Inlet:
@@ -304,13 +304,13 @@ class Relay:
         assert self._shadow is not None
         line, failures = self._dial(handle.address), list[str]()
         timing = pair.Timing(silence_s=self._patience.news_s + self._patience.ping_s)
-        for arena in ways(handle.arenas, same_node=handle.node == node_id()):
+        for arena in usable(handle.arenas, same_node=handle.node == node_id()):
             try:
-                end = open_end(self._backend, 0, arena, line=line, host=self._host, timing=timing)
+                reader = open_reader(self._backend, arena, line=line, host=self._host, timing=timing)
             except (WeightSyncError, DeviceError) as error:
                 failures.append(f"{arena.transport}: {error}")
             else:
-                return Inlet(handle.owner, arena, end, line, shadow=self._shadow.tensor, patience=self._patience)
+                return Inlet(handle.owner, arena, reader, line, shadow=self._shadow.tensor, patience=self._patience)
         line.close()
         raise WeightSyncError("; ".join(failures) if failures else "it is on another node, and cannot send")
 
@@ -365,7 +365,7 @@ class Inlet:
         self,
         owner: str,
         arena: ArenaHandle,
-        end: ReceiverEnd,
+        reader: SourceReader,
         line: ControlClient,
         *,
         shadow: torch.Tensor,
@@ -373,7 +373,7 @@ class Inlet:
     ) -> None:
         self._owner = owner
         self._process = {} if arena.handle is None else arena.handle.attributes
-        self._end = end
+        self._reader = reader
         self._line = line
         self._shadow = shadow
         self._patience = patience
@@ -447,7 +447,7 @@ class Inlet:
             self._line.ask(again, Available, deadline_s=self._patience.news_s + self._patience.ping_s, check=check)
             on_arrived(min(position + num_parts * PIECE_BYTES, available))
 
-        self._end.pull(0, 0, parts, check=check, on_arrived=landed)
+        self._reader.pull(0, parts, check=check, on_arrived=landed)
         return available
 
     def _await(self, request: AwaitRequest, check: Check) -> int:
@@ -470,6 +470,6 @@ class Inlet:
     def close(self) -> None:
         """Unmap or leave, and hang up. Idempotent."""
         try:
-            self._end.close()
+            self._reader.close()
         finally:
             self._line.close()

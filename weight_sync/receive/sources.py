@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import zlib
 from collections import Counter
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -47,8 +48,8 @@ from weight_sync.node import node_id, reachable_host
 from weight_sync.plan.agreement import open_pull
 from weight_sync.receive.relay import Relay
 from weight_sync.receive.staging import Landing, ParameterAddresses, build_landing, parameter_bytes
-from weight_sync.transports.base import OnArrived, Piece, ReceiverEnd
-from weight_sync.transports.select import Reach
+from weight_sync.transports.base import OnArrived, Piece, SourceReader
+from weight_sync.transports.select import NodeTransport, SelectedReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -273,6 +274,11 @@ def open_epoch(request: OpenReceiver, host: Host, *, reloads: Reloads | None = N
         raise
 
 
+def _kind(info: PublisherInfo) -> object:
+    """Equal for learners of which one is enough to know how the others are reached."""
+    return info.node, tuple(arena.transport for arena in info.arenas)
+
+
 class ReceiverEpoch:
     """See the module docstring. `open_epoch` builds it."""
 
@@ -284,7 +290,7 @@ class ReceiverEpoch:
         self._host = host
         self._holder = f"{request.replica}/{self.plan.worker}"
         self._sources = self._connect()
-        self._reaches: dict[int, Reach] = {}
+        self._readers: dict[int, SelectedReader] = {}
         with ExitStack() as undo:
             undo.callback(self._hang_up)
             self._relay = Relay(
@@ -307,23 +313,24 @@ class ReceiverEpoch:
     @property
     def transports(self) -> dict[int, str]:
         """Learner rank -> how its slots are read."""
-        return {rank: reach.transport for rank, reach in self._reaches.items()}
+        return {rank: self._readers[rank].transport for rank in self._sources}
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why a better way is not used."""
-        return tuple(f"learner {rank} by {why}" for rank, reach in self._reaches.items() for why in reach.reasons)
+        return tuple(f"learner {rank} by {why}" for rank, one in self._readers.items() for why in one.reasons)
 
     @property
     def relay(self) -> Relay:
         return self._relay
 
     def reach_all(self, *, deadline_s: float) -> None:
-        """Ping every source, and read the pattern it shows before its first version, by the best way that works.
-        Several at once: a new connection takes up to a second, and there may be many sources.
+        """Ping every source, and read the pattern that it shows before its first version, by the best transport that
+        works, from one source of each node and set of transports; the others are connected when they are first read.
+        Several at once: a new connection takes up to a second.
 
         Raises:
-            TransportUnusable: there is no such way.
+            TransportUnusable: no transport works.
             PublisherLost: no answer.
             PullTimeout: the patterns did not arrive within `deadline_s`.
         """
@@ -341,30 +348,51 @@ class ReceiverEpoch:
             left_s = give_up.at - self._host.clock()
             source.client.ping(deadline_s=min(SILENCE_S, max(left_s, LAST_WORD_S)))
 
-        def reach(source: Source) -> None:
-            self._reaches[source.info.rank] = Reach(
-                self._host.backend,
-                source.info.rank,
-                source.info.arenas,
-                line=source.client,
-                same_node=source.info.node == node,
-                host=host,
-                probe=partial(self._probe, source, give_up),
-            )
-
+        alike: dict[object, list[Source]] = {}
+        for source in self._sources.values():
+            alike.setdefault(_kind(source.info), []).append(source)
+        for sources in alike.values():
+            known = NodeTransport()
+            for source in sources:
+                self._readers[source.info.rank] = SelectedReader(
+                    self._host.backend,
+                    source.info.rank,
+                    source.info.arenas,
+                    line=source.client,
+                    same_node=source.info.node == node,
+                    host=host,
+                    node=known,
+                    probe=partial(self._probe, source),
+                )
+        # Not the same learner for all workers.
+        turn = zlib.crc32(self._holder.encode())
+        probed = [sources[turn % len(sources)] for sources in alike.values()]
         # All pings before the patterns, which may take all the time: a learner that has none left to answer in is not
         # lost.
-        for step in (ping, reach):
-            self._at_every_source(step, on_failed=has_failed.set)
-        self._reaches = {rank: self._reaches[rank] for rank in self._sources}
+        self._at_sources([*self._sources.values()], ping, on_failed=has_failed.set)
+        connect = partial(self._connect_within, give_up)
+        self._at_sources(probed, connect, on_failed=has_failed.set)
 
-    def _at_every_source(self, step: Callable[[Source], None], *, on_failed: Callable[[], None]) -> None:
+    def _connect_within(self, give_up: Deadline, source: Source) -> None:
+        def check() -> None:
+            give_up.check()
+            if self._host.clock() >= give_up.at:
+                raise PullTimeout(
+                    f"{self._holder} did not get its probe pattern of {source.info.probe_bytes} bytes in time; raise "
+                    "weight_sync.timeout_s, or look why this worker or the way to that learner is slow"
+                )
+
+        self._readers[source.info.rank].connect(check)
+
+    def _at_sources(
+        self, sources: Sequence[Source], step: Callable[[Source], None], *, on_failed: Callable[[], None]
+    ) -> None:
         """Runs `step` at up to `REACHED_AT_ONCE` sources at a time. Once one has failed, calls `on_failed`, starts no
         more, waits for those under way, and raises the failure; of several, that of the first source."""
         with ThreadPoolExecutor(
             REACHED_AT_ONCE, thread_name_prefix="weight-sync-reach", initializer=self._host.choose_device
         ) as pool:
-            steps = [pool.submit(step, source) for source in self._sources.values()]
+            steps = [pool.submit(step, source) for source in sources]
             done, pending = wait(steps, return_when=FIRST_EXCEPTION)
             failures = [failure for one in steps if one in done and (failure := one.exception()) is not None]
             if failures:
@@ -385,6 +413,8 @@ class ReceiverEpoch:
             raise PlanMismatch(f"{self._holder} reads from {sorted(self._sources)}, was told {order}")
         self._sources = {rank: self._sources[rank] for rank in order}
         self._relay.link(request)
+        for rank in (rank for stage in request.stages if stage.via for rank in stage.ranks):
+            self._readers[rank].disconnect()
 
     def lease(self, version: int, *, give_up: Deadline, ttl_s: float) -> None:
         """Hold `version` at every source, so that it is not superseded before it is pulled.
@@ -451,7 +481,7 @@ class ReceiverEpoch:
     def counters(self) -> dict[str, int]:
         num_blocks = sum(block is not None for block in (self.landing.shadow, self.landing.fallback))
         counts = Counter(allocations=num_blocks, sockets=len(self._sources) + 1)
-        for part in (*self._reaches.values(), self._relay):
+        for part in (*self._readers.values(), self._relay):
             counts.update(part.counters())
         return dict(counts)
 
@@ -461,8 +491,8 @@ class ReceiverEpoch:
             closing.callback(self.landing.close)
             closing.callback(self._arrived.clear)
             closing.callback(self._hang_up)
-            for reach in self._reaches.values():
-                closing.callback(reach.close)
+            for reader in self._readers.values():
+                closing.callback(reader.close)
             closing.callback(self._relay.close)
             closing.callback(self._leases.drop)
 
@@ -492,19 +522,10 @@ class ReceiverEpoch:
             clock=self._host.clock,
         )
 
-    def _probe(self, source: Source, give_up: Deadline, end: ReceiverEnd) -> None:
+    def _probe(self, source: Source, reader: SourceReader, check: Callable[[], None]) -> None:
         info = source.info
         landing = torch.empty(info.probe_bytes, dtype=torch.uint8, device=self._host.device)
-
-        def check() -> None:
-            give_up.check()
-            if self._host.clock() >= give_up.at:
-                raise PullTimeout(
-                    f"{self._holder} did not get its probe pattern of {info.probe_bytes} bytes in time; raise "
-                    "weight_sync.timeout_s, or look why this worker or the way to that learner is slow"
-                )
-
-        end.pull(info.rank, info.arenas[0].num_slots, [Piece(0, landing)], check=check)
+        reader.pull(info.arenas[0].num_slots, [Piece(0, landing)], check=check)
         found = self._host.backend.digest(landing)
         if found != info.probe_digest:
             raise TransportUnusable(
@@ -516,10 +537,10 @@ class ReceiverEpoch:
         self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None], *, is_retry: bool = False
     ) -> Pulled:
         clock, source, slot = self._host.clock, self._sources[rank], self._leases[rank].slot
-        reach = self._reaches[rank]
+        reader = self._readers[rank]
 
         def direct(pieces: Sequence[Piece], on_arrived: OnArrived) -> None:
-            reach.pull(slot, pieces, check=keep_going, on_arrived=on_arrived)
+            reader.pull(slot, pieces, check=keep_going, on_arrived=on_arrived)
 
         started = clock()
         num_stalls = self._relay.pull(

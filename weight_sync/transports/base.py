@@ -1,9 +1,9 @@
 """The data plane, as two small ends: a publisher's slots, and a receiver's way to read byte runs out of them.
 
-Both ends allocate everything when they are built and nothing afterwards. Neither knows about versions, leases or
-digests; those protect the bytes whatever the transport is. A transport either maps the slots into the receiver
-(`mapped`: the publisher does nothing while it is read) or has the publisher send (`pair`). A publisher's end is an
-`offer.Offer`: one memory and every way to read it; a receiver finds its way with `reach.Reach`.
+Neither knows about versions, leases or digests; those protect the bytes whatever the transport is. A transport either
+maps the slots into the receiver (`mapped`: the publisher does nothing while it is read) or has the publisher send
+(`pair`). A publisher has one `SlotExporter`: one memory and every transport to read it by; a receiver has a
+`SelectedReader` for each publisher.
 """
 
 from __future__ import annotations
@@ -40,21 +40,24 @@ class Piece(NamedTuple):
     dst: torch.Tensor
 
 
+Check = Callable[[], None]
+OnArrived = Callable[[int], None]
+"""Receives how many pieces, counted from the first, have arrived."""
+
+
 class Line(Protocol):
     """An authenticated line to one publisher, for questions. `channel.ControlClient` is one."""
 
-    def ask(self, request: Request, kind: type[R], *, deadline_s: float) -> R:
+    def ask(self, request: Request, kind: type[R], *, deadline_s: float, check: Check | None = None) -> R:
         """
+        Args:
+            check: called while there is no answer; may raise to stop waiting.
+
         Raises:
             PublisherLost: no answer within `deadline_s`.
             WeightSyncError: (its subclass) the publisher refused.
         """
         ...
-
-
-Check = Callable[[], None]
-OnArrived = Callable[[int], None]
-"""Is told how many pieces, counted from the first, have arrived."""
 
 
 def ignore(num_pieces: int) -> None:
@@ -98,20 +101,12 @@ def require_slot(arena: ArenaHandle, slot: int) -> None:
         raise ValueError(f"slot must be in [0, {arena.num_slots}] (the last is the probe), got {slot}")
 
 
-class ReceiverEnd(ABC):
-    """Reads the slots of every publisher it was opened with."""
+class SourceReader(ABC):
+    """Reads the slots of one publisher."""
 
     @abstractmethod
-    def pull(
-        self,
-        rank: int,
-        slot: int,
-        pieces: Sequence[Piece],
-        *,
-        check: Callable[[], None],
-        on_arrived: OnArrived = ignore,
-    ) -> None:
-        """Bring `pieces` of `rank`'s slot, in this order, and wait for them. `on_arrived` is told how many there are.
+    def pull(self, slot: int, pieces: Sequence[Piece], *, check: Check, on_arrived: OnArrived = ignore) -> None:
+        """Bring `pieces` of a slot, in this order, and wait for them. `on_arrived` receives how many there are.
 
         `check` is called in between, at least twice a second where bytes have to be waited for, and may raise to stop.
         Whether this returns or raises, nothing is written into the pieces afterwards.
@@ -123,13 +118,17 @@ class ReceiverEnd(ABC):
             WeightSyncError: (itself) this device or the link failed (likewise).
         """
 
+    def disconnect(self) -> None:
+        """Free the connection; the next pull makes a new one. Nothing where there is none."""
+        return
+
     @abstractmethod
     def counters(self) -> dict[str, int]:
         """Allocations, registrations and communicators made so far."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of every publisher. Idempotent."""
+        """Free all there is. Idempotent."""
 
 
 PIECE_BYTES = 64 << 20

@@ -1,7 +1,7 @@
 """The learner's slots in memory that others can reach, for each transport.
 
 On one host receivers map it; from elsewhere, or where mapping fails, the publisher sends it. Which way it is, each
-receiver finds out for itself by probing (`reach`).
+receiver finds out for itself by probing (`select`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weight_sync.errors import TransportUnusable
 from weight_sync.transports import pair
 from weight_sync.transports.mapped import DEVICE, HOST, MAPPED
 from weight_sync.transports.pair import Timing, require_reachable
-from weight_sync.transports.pair_sender import Peers, Sender
+from weight_sync.transports.pair_sender import SenderPool
 from weight_sync.transports.slots import SlotMemory
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def offered(transport: str, backend: Backend) -> tuple[str, ...]:
     return (*mapped, pair.HOST if library is None else library)
 
 
-class Offer:
-    """The slots of one learner rank, and the ways to read them."""
+class SlotExporter:
+    """The slots of one learner rank, and the transports to read them by."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Offer:
         except BaseException:
             self._slots.close()
             raise
-        self._peers = Peers(Sender(self._slots, host=host, timing=Timing() if timing is None else timing))
+        self._senders = SenderPool(self._slots, host=host, timing=Timing() if timing is None else timing)
 
     def slot(self, index: int) -> torch.Tensor:
         """uint8[slot_bytes] on the learner's device: where version data is packed."""
@@ -103,11 +103,11 @@ class Offer:
             VersionUnavailable: the receiver speaks of a connection that is not its current one.
             ValueError: a slot or range that does not exist.
         """
-        return self._peers.answer(sender, request)
+        return self._senders.answer(sender, request)
 
     def forget(self, replica: str) -> None:
         """Free the communicators with this replica's workers."""
-        self._peers.forget(replica)
+        self._senders.forget(replica)
 
     def counters(self) -> dict[str, int]:
         """Allocations, registrations and communicators made so far."""
@@ -115,7 +115,7 @@ class Offer:
         return {
             "allocations": self._slots.num_allocations(),
             "registrations": int(is_mapped),
-            "communicators": self._peers.num_connected(),
+            "communicators": self._senders.num_connected,
         }
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class Offer:
         Receivers must have unmapped them: what they read afterwards is undefined, and some drivers refuse to free.
         """
         try:
-            self._peers.close(join_s=CLOSE_S)
+            self._senders.close(join_s=CLOSE_S)
         finally:
             self._slots.close()
 

@@ -14,7 +14,7 @@ from weight_sync.device.cpu import CpuBackend
 from weight_sync.transports.base import (
     BATCHES_IN_FLIGHT,
     QUIET_BATCH_BYTES,
-    ReceiverEnd,
+    SourceReader,
     batched,
     ignore,
     require_slot,
@@ -22,7 +22,7 @@ from weight_sync.transports.base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from weight_sync.device.base import Backend, PersistentBlock
     from weight_sync.messages import ArenaHandle
@@ -33,53 +33,28 @@ HOST = "shm"
 MAPPED = (DEVICE, HOST)
 
 
-def open_mapped(transport: str, backend: Backend, arenas: Mapping[int, ArenaHandle]) -> MappedReceiverEnd:
-    """
-    Raises:
-        DeviceError: a block cannot be mapped.
-    """
-    return MappedReceiverEnd(backend if transport == DEVICE else CpuBackend(), backend, arenas)
+class MappedReader(SourceReader):
+    """Reads slots by address: every transport that can map them is one of these."""
 
+    def __init__(self, backend: Backend, arena: ArenaHandle) -> None:
+        """`backend` moves bytes to the device of the engine.
 
-class MappedReceiverEnd(ReceiverEnd):
-    """Reads slots by address: every transport that can map them is one of these.
-
-    `opener` maps the blocks, `copier` moves bytes from them to the device of the engine; on one kind of device they are
-    the same backend.
-    """
-
-    def __init__(self, opener: Backend, copier: Backend, arenas: Mapping[int, ArenaHandle]) -> None:
-        """
         Raises:
-            DeviceError: a block cannot be mapped.
+            DeviceError: the block cannot be mapped.
         """
-        self._copier = copier
-        self._arenas = dict(arenas)
-        self._streams: tuple[Any | None, ...] = tuple(copier.new_stream() for _ in range(BATCHES_IN_FLIGHT))
-        self._blocks: dict[int, PersistentBlock] = {}
-        try:
-            for rank, arena in self._arenas.items():
-                if arena.handle is not None:
-                    self._blocks[rank] = opener.ipc_open(arena.handle)
-                    if opener is not copier:
-                        slots = slot_pieces(arena.slot_stride, arena.slot_bytes, arena.num_slots)
-                        copier.pin(self._blocks[rank], slots)
-        except BaseException:
-            self.close()
-            raise
+        self._copier = backend
+        self._arena = arena
+        self._streams: tuple[Any | None, ...] = tuple(backend.new_stream() for _ in range(BATCHES_IN_FLIGHT))
+        self._block: PersistentBlock | None = None
+        if arena.handle is not None:
+            opener = backend if arena.transport == DEVICE else CpuBackend()
+            self._block = opener.ipc_open(arena.handle)
+            if opener is not backend:
+                backend.pin(self._block, slot_pieces(arena.slot_stride, arena.slot_bytes, arena.num_slots))
 
-    def pull(
-        self,
-        rank: int,
-        slot: int,
-        pieces: Sequence[Piece],
-        *,
-        check: Check,
-        on_arrived: OnArrived = ignore,
-    ) -> None:
-        arena = self._arenas[rank]
-        require_slot(arena, slot)
-        base = slot * arena.slot_stride
+    def pull(self, slot: int, pieces: Sequence[Piece], *, check: Check, on_arrived: OnArrived = ignore) -> None:
+        require_slot(self._arena, slot)
+        base = slot * self._arena.slot_stride
         flying: deque[tuple[Any | None, int]] = deque()
         free = deque(self._streams)
         try:
@@ -88,15 +63,16 @@ class MappedReceiverEnd(ReceiverEnd):
                 if not free:
                     self._land(flying, free, on_arrived)
                 stream = free.popleft()
+                assert self._block is not None
                 for piece in batch:
                     start = base + piece.src_off
-                    source = self._blocks[rank].tensor[start : start + piece.dst.numel()]
+                    source = self._block.tensor[start : start + piece.dst.numel()]
                     self._copier.copy_async(piece.dst, source, stream)
                 flying.append((stream, done))
             while flying:
                 self._land(flying, free, on_arrived)
         except BaseException:
-            # Whoever pulls again writes to the same places. All streams: the last batch may be there in part.
+            # A caller that pulls again writes to the same places. All streams: the last batch may be there in part.
             with ExitStack() as waiting:
                 for stream in self._streams:
                     waiting.callback(self._copier.synchronize, stream)
@@ -112,10 +88,9 @@ class MappedReceiverEnd(ReceiverEnd):
         on_arrived(done)
 
     def counters(self) -> dict[str, int]:
-        return {"registrations": len(self._blocks)}
+        return {"registrations": int(self._block is not None)}
 
     def close(self) -> None:
-        """Unmap every block, also after one that cannot be; that failure is raised at the end. Idempotent."""
-        with ExitStack() as closing:
-            for block in self._blocks.values():
-                closing.callback(block.close)
+        """Unmap the block. A refused one may be closed again. Idempotent."""
+        if self._block is not None:
+            self._block.close()

@@ -1,15 +1,15 @@
 """Reading through a communicator of two processes: NCCL, RCCL, HCCL or gloo.
 
     receiver                                          publisher
-      meet(group, store entries) ───────────────────>   builds its half, in a thread (only while no group stands)
-      send(group, slot, ranges)  ───────────────────>   queues them, answers at once
+      meet(group, store entries) ───────────────────>   builds its end, in a thread (only while no group stands)
+      send(group, slot, ranges)  ───────────────────>   queues them, answers immediately
       <═══════════ one message per range, in order ══   a thread sends, while there is something to send
       watch(group)               ───────────────────>   how far it is, or what went wrong
 
-`nccl` (also RCCL), `hccl` and `gloo` are this one implementation; they differ in `Backend.process_group` only. `gloo`
-moves host memory: with an accelerator on either side, slots are copied to the host when sealed, and what arrives is
-copied to the device. Groups are built by the first pull and kept. A pull that is stopped or fails aborts its group on
-both sides, so a late message can never be taken for one of the next pull, which builds a new group.
+All of them are this one implementation; they differ in `Backend.connect_pair` only. `gloo` moves host memory: with an
+accelerator on either side, slots are copied to the host when sealed, and what arrives is copied to the device. A group
+is built by the first pull and kept. A pull that is stopped or fails aborts its group on both sides, so a late message
+can never be taken for one of the next pull, which builds a new group.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import socket
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -27,46 +29,70 @@ import zmq
 
 from weight_sync.device.collectives import LinkBroken
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.errors import DeviceError, PlanMismatch, PublisherLost, TransportUnusable, WeightSyncError
+from weight_sync.errors import DeviceError, PublisherLost, TransportUnusable, WeightSyncError
 from weight_sync.messages import PairDrop, PairMeet, PairMet, PairSend, PairState, PairWatch
-from weight_sync.transports.base import Line, OnArrived, Piece, ReceiverEnd, batched, ignore, require_slot
+from weight_sync.transports.base import BATCH_BYTES, BATCHES_IN_FLIGHT, SourceReader, ignore, require_slot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
     from weight_sync.device.base import Backend, PersistentBlock
     from weight_sync.device.collectives import PairGroup, Transfer
-    from weight_sync.messages import ArenaHandle, Request
+    from weight_sync.messages import ArenaHandle
+    from weight_sync.transports.base import Check, Line, OnArrived, Piece
 
 
+HOST = "gloo"
+DEVICE = ("nccl", "hccl")
+WILDCARDS = ("", "0.0.0.0", "::", "*")
 MESSAGE_BYTES = 64 * 2**20
-BATCH_BYTES = 256 * 2**20
 BATCH_MESSAGES = 256
-BATCHES_IN_FLIGHT = 2
 STAGED_BYTES = 16 * 2**20
 """A batch that is received into host memory and copied to the device from there."""
 ORDER_MESSAGES = 2048
 """An order must fit into a control frame (1 MiB), and a range takes up to 15 bytes of it."""
+BUILDS_AT_ONCE = 4
+"""Groups that one process builds at a time: each takes threads, sockets and up to a second."""
+CHECK_S = 0.1
+"""How often a waiting pull looks at its `check`."""
+ASK_S = 0.4
+"""For a question that may go unanswered."""
+WATCH_S = 1.0
+MEET_S = 0.005
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Timing(NamedTuple):
     """How long the ends of a pair wait for each other, in seconds."""
 
     connect_s: float = 20.0
-    """For a group to come about."""
+    """For a group to be created."""
     stall_s: float = 30.0
-    """For one batch to move. A thread that sends or receives lives no longer than this after its peer died."""
+    """For one batch to move. A thread that sends lives no longer than this after its peer died."""
     silence_s: float = 10.0
     """For the publisher's control thread to answer."""
 
 
-def cut(offset: int, nbytes: int, *, limit_bytes: int = MESSAGE_BYTES) -> Iterator[tuple[int, int]]:
-    """(offset, bytes) of the messages that carry one piece."""
-    for start in range(0, nbytes, limit_bytes):
-        yield offset + start, min(limit_bytes, nbytes - start)
+class Message(NamedTuple):
+    """A part of a piece that is sent as one message."""
+
+    offset: int
+    dst: torch.Tensor
+    num_pieces: int
+    """That are complete when this has arrived."""
+
+
+def messages_of(pieces: Sequence[Piece], *, limit_bytes: int = MESSAGE_BYTES) -> list[Message]:
+    found: list[Message] = []
+    for number, piece in enumerate(pieces):
+        size = piece.dst.numel()
+        for start in range(0, size, limit_bytes):
+            end = min(size, start + limit_bytes)
+            found.append(Message(piece.src_off + start, piece.dst[start:end], number + (end == size)))
+    return found
 
 
 def orders(messages: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -75,7 +101,7 @@ def orders(messages: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def batches(messages: Sequence[T], size: Callable[[T], int], *, limit_bytes: int = BATCH_BYTES) -> Iterator[list[T]]:
-    """Messages that are started together. Grouped libraries need the same batches on both ends."""
+    """Messages of one order that are started together. Grouped libraries need the same batches on both ends."""
     batch: list[T] = []
     batch_bytes = 0
     for message in messages:
@@ -88,11 +114,11 @@ def batches(messages: Sequence[T], size: Callable[[T], int], *, limit_bytes: int
         yield batch
 
 
-WILDCARDS = ("", "0.0.0.0", "::", "*")
+class ReplicatedStore:
+    """One end's copy of the store in which a library's two ends find each other. Not thread-safe itself; the store is.
 
-
-class StoreMirror:
-    """One side's store. Not thread-safe itself; the store is."""
+    gloo keeps its addresses there; NCCL and HCCL the one root that rank 0 makes.
+    """
 
     def __init__(self) -> None:
         self.store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -100,17 +126,33 @@ class StoreMirror:
         self._learned: set[str] = set()
 
     def own(self) -> dict[str, bytes]:
-        """Every key that this side made. All of them, whenever it is asked: an answer that came too late is thrown
-        away, and nobody says so."""
+        """Every key that this end made: all of them each time, because an answer may be lost."""
         self._own |= set(self.store.list_keys()) - self._learned
         return {key: bytes(self.store.get(key)) for key in sorted(self._own)}
 
     def learn(self, entries: dict[str, bytes]) -> None:
-        """Take over what the other side made. Keys that are known already are left alone."""
+        """Take over what the other end made. Keys that are known already are left alone."""
         for key, value in entries.items():
             if key not in self._own and key not in self._learned:
                 self._learned.add(key)
                 self.store.set(key, value)  # type: ignore[arg-type]
+
+
+def device_transport(collective: str) -> str | None:
+    """The pair transport of a backend's device memory, from `Backend.collective` (e.g. "cpu:gloo,cuda:nccl")."""
+    libraries = [entry.rpartition(":")[2] for entry in collective.split(",")]
+    return next((library for library in libraries if library in DEVICE), None)
+
+
+def require_library(transport: str, backend: Backend) -> None:
+    """
+    Raises:
+        TransportUnusable: `transport` does not move this backend's memory.
+    """
+    if transport != HOST and device_transport(backend.collective) != transport:
+        raise TransportUnusable(
+            f"backend {backend.name} ({backend.collective}) has no {transport}; both ends must have it, or use {HOST}"
+        )
 
 
 def require_reachable(host: str) -> str:
@@ -141,23 +183,7 @@ def own_address(peer: str) -> str:
         raise TransportUnusable(f"no route to the publisher at {peer!r}: {error}") from error
 
 
-CHECK_S = 0.1
-"""How often a waiting pull looks at its `check`."""
-ASK_S = 0.4
-"""One question. Short, because the line is shared with the thread that must get to its `check`."""
-WATCH_S = 1.0
-MEET_S = 0.005
-LEAVE_S = 5.0
-"""For the thread of an aborted pull to come back from the library."""
-R = TypeVar("R")
-
-
-class Message(NamedTuple):
-    offset: int
-    dst: torch.Tensor
-
-
-class Landing:
+class ReceiveBuffer:
     """Where messages arrive: in the pieces themselves, or in host memory next to them and from there by a copy."""
 
     def __init__(self, backend: Backend, *, staged: bool) -> None:
@@ -166,20 +192,15 @@ class Landing:
             DeviceError: no memory for staging.
         """
         self._backend = backend
-        self._stream: Any | None = backend.new_stream()
         self._blocks: list[PersistentBlock] = []
         self._turn = 0
         self.message_bytes = STAGED_BYTES if staged else MESSAGE_BYTES
         self.batch_bytes = STAGED_BYTES if staged else BATCH_BYTES
         if staged:
+            self._stream: Any | None = backend.new_stream()
             self._blocks.extend(CpuBackend().alloc_persistent(STAGED_BYTES) for _ in range(BATCHES_IN_FLIGHT))
             for block in self._blocks:
                 backend.pin(block, [(0, block.nbytes)])
-
-    def enter(self) -> contextlib.AbstractContextManager[None]:
-        """Library calls of this thread wait for this end's own stream, not for the engine's compute."""
-        self._backend.enter()
-        return self._backend.use_stream(self._stream)
 
     def targets(self, batch: Sequence[Message]) -> list[torch.Tensor]:
         """What to receive `batch` into. A batch must be delivered before the next but one asks."""
@@ -200,7 +221,7 @@ class Landing:
         try:
             for message, tensor in zip(batch, arrived, strict=True):
                 self._backend.copy_async(message.dst, tensor, self._stream)
-        finally:  # after an error too: whoever pulls again writes to the same places
+        finally:  # after an error too: a caller that pulls again writes to the same places
             self._backend.synchronize(self._stream)
 
     def num_allocations(self) -> int:
@@ -212,8 +233,8 @@ class Landing:
         self._blocks.clear()
 
 
-class Standing:
-    """A group that both sides are in, and how many orders went to it."""
+class Connection:
+    """A group that both ends are in, and how many orders went to it."""
 
     def __init__(self, group: PairGroup, group_id: bytes) -> None:
         self.group = group
@@ -221,371 +242,221 @@ class Standing:
         self.num_orders = 0
 
 
-class Job:
-    """One pull."""
-
-    def __init__(self, slot: int, messages: Sequence[Message], standing: Standing | None) -> None:
-        """`standing` is the group to use; None if the pull must build one."""
-        self.slot = slot
-        self.standing = standing
-        self.messages = messages
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-        self.is_receiving = False
-        """Messages may be on their way into the pieces."""
-        self._is_cancelled = False
-        self._lock = threading.Lock()
-
-    def go_on(self) -> None:
-        """
-        Raises:
-            LinkBroken: nobody wants this any more.
-        """
-        if self._is_cancelled:
-            raise LinkBroken("the pull was stopped")
-
-    def begin_receiving(self, standing: Standing) -> None:
-        """As `go_on`; if it does not raise, `cancel` knows the group, and that the pieces are in use."""
-        with self._lock:
-            self.go_on()
-            self.standing = standing
-            self.is_receiving = True
-
-    def cancel(self) -> Standing | None:
-        """The group that it uses or was to use. If it receives not yet, it never will."""
-        with self._lock:
-            self._is_cancelled = True
-            return self.standing
+_building = threading.BoundedSemaphore(BUILDS_AT_ONCE)
 
 
-class Inbound:
-    """One publisher's pair. `connect` builds this side's member of a group; pulls come one at a time."""
+class PairReceiver(SourceReader):
+    """Reads one publisher's slots by asking it to send. One pull at a time."""
 
     def __init__(
-        self,
-        arena: ArenaHandle,
-        line: Line,
-        landing: Landing,
-        *,
-        connect: Callable[[StoreMirror], PairGroup],
-        timing: Timing,
+        self, backend: Backend, arena: ArenaHandle, line: Line, *, host: str | None = None, timing: Timing | None = None
     ) -> None:
-        self.num_connected = 0
-        self._arena = arena
-        self._line = line
-        self._landing = landing
-        self._connect = connect
-        self._timing = timing
-        self._standing: Standing | None = None
-        """Belongs to the caller's thread: what the thread of a stopped pull still does cannot reach the next pull."""
-        self._stuck: threading.Thread | None = None
-
-    def pull(self, slot: int, pieces: Iterable[Piece], *, check: Callable[[], None]) -> None:
-        """As `ReceiverEnd.pull`."""
-        require_slot(self._arena, slot)
-        check()
-        if self._stuck is not None:
-            raise WeightSyncError(
-                f"{self._name()}: an aborted transfer still holds its memory; restart this engine process"
-            )
-        limit_bytes = self._landing.message_bytes
-        messages = [message for piece in pieces for message in _messages(piece, limit_bytes)]
-        job = Job(slot, messages, self._standing)
-        thread = threading.Thread(target=self._work, args=(job,), name="weight-sync-pull", daemon=True)
-        thread.start()
-        try:
-            self._supervise(job, check)
-            check()
-        except BaseException:
-            self._stop(job, thread)
-            raise
-        self._standing = job.standing
-
-    def close(self) -> None:
-        """Leave the group. Idempotent."""
-        self._leave(self._standing)
-
-    def _supervise(self, job: Job, check: Callable[[], None]) -> None:
-        heard = watched = time.monotonic()
-        while not job.done.wait(CHECK_S):
-            check()
-            now = time.monotonic()
-            if not job.is_receiving:
-                heard = now  # the thread itself asks the publisher
-            elif now - watched > WATCH_S:
-                watched = now
-                heard = self._watch(job, heard)
-        if job.error is not None:
-            raise job.error
-
-    def _watch(self, job: Job, heard: float) -> float:
-        """When the publisher was last heard of.
+        """`host` is this process's address as the publisher reaches it; None takes the one that leads there.
 
         Raises:
-            PublisherLost: too long ago.
-            WeightSyncError: it says that the group fell.
-        """
-        assert job.standing is not None
-        try:
-            state = self._line.ask(PairWatch(group=job.standing.group_id), PairState, deadline_s=ASK_S)
-        except PublisherLost as error:
-            if time.monotonic() - heard > self._timing.silence_s:
-                raise PublisherLost(f"{self._name()}: silent in the middle of a transfer: {error}") from error
-            return heard
-        if state.error:
-            raise WeightSyncError(f"{self._name()}: it stopped sending: {state.error}")
-        return time.monotonic()
-
-    def _stop(self, job: Job, thread: threading.Thread) -> None:
-        """Returns when the pull's thread is gone, so that it neither writes into the pieces nor speaks to the publisher
-        any more (or remembers that this could not be had)."""
-        try:
-            self._leave(job.cancel())
-        finally:
-            thread.join(LEAVE_S)
-            self._stuck = thread if job.is_receiving and thread.is_alive() else None
-
-    def _leave(self, standing: Standing | None) -> None:
-        self._standing = None
-        if standing is None:
-            return
-        with contextlib.suppress(DeviceError):
-            standing.group.abort()
-        # A publisher that cannot be told notices by itself, later; and its line may be closed already.
-        with contextlib.suppress(WeightSyncError, zmq.ZMQError):
-            self._line.ask(PairDrop(group=standing.group_id), PairState, deadline_s=ASK_S / 2)
-
-    def _work(self, job: Job) -> None:
-        """The thread of a pull."""
-        try:
-            with self._landing.enter():
-                standing = self._meet(job) if job.standing is None else job.standing
-                self._begin(job, standing)
-                self._receive(job, standing)
-        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
-            job.error = self._explained(error)
-        finally:
-            job.done.set()
-
-    def _begin(self, job: Job, standing: Standing) -> None:
-        try:
-            job.begin_receiving(standing)
-        except LinkBroken:
-            # Whoever stopped the pull did not know of this group, so nobody else will abort it.
-            standing.group.abort()
-            raise
-
-    def _receive(self, job: Job, standing: Standing) -> None:
-        for part in orders(job.messages):
-            ranges = tuple((message.offset, message.dst.numel()) for message in part)
-            order = PairSend(group=standing.group_id, number=standing.num_orders, slot=job.slot, ranges=ranges)
-            standing.num_orders += 1
-            state = self._ask(job, order, PairState)
-            if state.error:
-                raise LinkBroken(f"the publisher left the group: {state.error}")
-        pending: deque[tuple[Transfer, list[Message], list[torch.Tensor]]] = deque()
-        for part in orders(job.messages):
-            for batch in batches(part, lambda message: message.dst.numel(), limit_bytes=self._landing.batch_bytes):
-                if len(pending) == BATCHES_IN_FLIGHT:
-                    self._finish(job, *pending.popleft())
-                targets = self._landing.targets(batch)
-                pending.append((standing.group.receive(targets), batch, targets))
-        while pending:
-            self._finish(job, *pending.popleft())
-
-    def _finish(self, job: Job, transfer: Transfer, batch: list[Message], targets: list[torch.Tensor]) -> None:
-        transfer.wait(self._timing.stall_s)
-        job.go_on()
-        self._landing.deliver(batch, targets)
-
-    def _meet(self, job: Job) -> Standing:
-        """Build both halves of a new group. The library blocks until the other half is there, so it has a thread."""
-        group_id = secrets.token_bytes(16)
-        mirror = StoreMirror()
-        half = Half(lambda: self._connect(mirror))
-        try:
-            while True:
-                is_built = half.done.wait(MEET_S)
-                # Once more after it is built: the publisher may need what the library wrote last to finish its half.
-                met = self._ask(job, PairMeet(group=group_id, entries=mirror.own()), PairMet)
-                if met.error:
-                    raise LinkBroken(f"the publisher could not join: {met.error}")
-                mirror.learn(met.entries)
-                if is_built:
-                    break
-            group = half.result()
-        except BaseException:
-            half.abandon()
-            raise
-        self.num_connected += 1
-        return Standing(group, group_id)
-
-    def _ask(self, job: Job, request: Request, kind: type[R]) -> R:
-        """Ask until there is an answer. Every request of ours may be repeated.
-
-        Raises:
-            PublisherLost: none within `silence_s`.
-        """
-        give_up = time.monotonic() + self._timing.silence_s
-        while True:
-            job.go_on()
-            try:
-                return self._line.ask(request, kind, deadline_s=ASK_S)
-            except PublisherLost:
-                if time.monotonic() >= give_up:
-                    raise
-
-    def _explained(self, error: BaseException) -> BaseException:
-        if not isinstance(error, DeviceError):
-            return error
-        # Of this device, or of the link: the publisher may be well, and is asked when the pull is tried again.
-        message = f"{self._name()}: {error}"
-        return WeightSyncError(message) if self.num_connected else TransportUnusable(message)
-
-    def _name(self) -> str:
-        return f"{self._arena.transport} from the publisher at {self._arena.host}"
-
-
-class Half:
-    """This side's member of a group, being built in a thread."""
-
-    def __init__(self, connect: Callable[[], PairGroup]) -> None:
-        self.done = threading.Event()
-        self._connect = connect
-        self._group: PairGroup | None = None
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._is_abandoned = False
-        threading.Thread(target=self._build, name="weight-sync-connect", daemon=True).start()
-
-    def result(self) -> PairGroup:
-        if self._group is None:
-            raise self._error if self._error is not None else LinkBroken("the group was not built")
-        return self._group
-
-    def abandon(self) -> None:
-        """Abort the group, now or when it is built: the library cannot be called back from that."""
-        with self._lock:
-            self._is_abandoned = True
-        if self._group is not None:
-            with contextlib.suppress(DeviceError):
-                self._group.abort()
-
-    def _build(self) -> None:
-        try:
-            group = self._connect()
-            with self._lock:
-                self._group = group
-            if self._is_abandoned:
-                group.abort()
-        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
-            self._error = error
-        finally:
-            self.done.set()
-
-
-def _messages(piece: Piece, limit_bytes: int) -> Iterable[Message]:
-    for offset, nbytes in cut(piece.src_off, piece.dst.numel(), limit_bytes=limit_bytes):
-        start = offset - piece.src_off
-        yield Message(offset, piece.dst[start : start + nbytes])
-
-
-HOST = "gloo"
-DEVICE = ("nccl", "hccl")
-
-
-def device_transport(collective: str) -> str | None:
-    """The pair transport of a backend's device memory, from `Backend.collective` (e.g. "cpu:gloo,cuda:nccl")."""
-    libraries = [entry.rpartition(":")[2] for entry in collective.split(",")]
-    return next((library for library in libraries if library in DEVICE), None)
-
-
-def require_library(transport: str, backend: Backend) -> None:
-    """
-    Raises:
-        TransportUnusable: `transport` does not move this backend's memory.
-    """
-    if transport != HOST and device_transport(backend.collective) != transport:
-        raise TransportUnusable(
-            f"backend {backend.name} ({backend.collective}) has no {transport}; both ends must have it, or use {HOST}"
-        )
-
-
-class PairReceiverEnd(ReceiverEnd):
-    """Pulls from every publisher by asking it to send. One pull at a time."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        arenas: Mapping[int, ArenaHandle],
-        lines: Mapping[int, Line],
-        *,
-        host: str | None = None,
-        timing: Timing | None = None,
-    ) -> None:
-        """`host` is this process's address as publishers reach it; None takes the one that leads to them.
-
-        Raises:
-            TransportUnusable: the backend has no such library, or a publisher is on this very device.
-            PlanMismatch: there is no line to a publisher.
+            TransportUnusable: the backend has no such library, or the publisher is on this very device.
             DeviceError: no memory for staging.
         """
-        self._backend = backend
+        require_library(arena.transport, backend)
+        own = backend.device_identity()
+        if arena.transport != HOST and own and own == arena.device:
+            raise TransportUnusable(
+                f"the learner and this worker share device {own}, and {arena.transport} cannot connect a device with "
+                f"itself; use ipc, or {HOST}"
+            )
+        self._arena = arena
+        self._line = line
         self._host = host if host is None else require_reachable(host)
         self._timing = Timing() if timing is None else timing
-        for rank, arena in arenas.items():
-            _require_pair(rank, arena, backend)
-            if rank not in lines:
-                raise PlanMismatch(f"transport {arena.transport} asks learner {rank} to send, and has no line to it")
-        staged = backend.name != "cpu" and any(arena.transport == HOST for arena in arenas.values())
-        self._landing = Landing(backend, staged=staged)
-        self._sources = {rank: self._inbound(arena, lines[rank]) for rank, arena in arenas.items()}
+        self._backend = CpuBackend() if arena.transport == HOST else backend
+        self._buffer = ReceiveBuffer(backend, staged=arena.transport == HOST and backend.name != "cpu")
+        self._connection: Connection | None = None
+        self._num_connected = 0
+        self._is_stuck = False
+        self._heard_at = self._watched_at = 0.0
 
-    def pull(
-        self,
-        rank: int,
-        slot: int,
-        pieces: Sequence[Piece],
-        *,
-        check: Callable[[], None],
-        on_arrived: OnArrived = ignore,
-    ) -> None:
-        if on_arrived is ignore:
-            self._sources[rank].pull(slot, pieces, check=check)
-            return
-        for done, batch in batched(pieces):
-            self._sources[rank].pull(slot, batch, check=check)
-            on_arrived(done)
+    def pull(self, slot: int, pieces: Sequence[Piece], *, check: Check, on_arrived: OnArrived = ignore) -> None:
+        require_slot(self._arena, slot)
+        check()
+        if self._is_stuck:
+            raise WeightSyncError(f"{self._name}: an aborted transfer still holds its memory; restart this process")
+        messages = messages_of(pieces, limit_bytes=self._buffer.message_bytes)
+        connection, self._connection = self._connection, None  # kept only by a pull that ends well
+        try:
+            if connection is None:
+                connection = self._connect(check)
+            self._receive(connection, slot, messages, check, on_arrived)
+            check()
+        except BaseException as error:
+            self._leave(connection)
+            if isinstance(error, DeviceError):
+                # Of this device, or of the link: the publisher may be well, and is asked when the pull is tried again.
+                kind = WeightSyncError if self._num_connected else TransportUnusable
+                raise kind(f"{self._name}: {error}") from error
+            raise
+        self._connection = connection
+
+    def disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        self._leave(connection)
 
     def counters(self) -> dict[str, int]:
         return {
-            "allocations": self._landing.num_allocations(),
+            "allocations": self._buffer.num_allocations(),
             "registrations": 0,
-            "communicators": sum(source.num_connected for source in self._sources.values()),
+            "communicators": self._num_connected,
         }
 
     def close(self) -> None:
-        for source in self._sources.values():
-            source.close()
-        self._landing.close()
+        self.disconnect()
+        self._buffer.close()
 
-    def _inbound(self, arena: ArenaHandle, line: Line) -> Inbound:
-        group_backend = CpuBackend() if arena.transport == HOST else self._backend
+    @property
+    def _name(self) -> str:
+        return f"{self._arena.transport} from the publisher at {self._arena.host}"
 
-        def connect(mirror: StoreMirror) -> PairGroup:
-            # In a thread of its own, so device and stream are chosen here again.
-            with self._landing.enter():
-                host = own_address(arena.host) if self._host is None else self._host
-                return group_backend.process_group(mirror.store, rank=1, timeout_s=self._timing.connect_s, host=host)
+    def _connect(self, check: Check) -> Connection:
+        """Build this end of a new group, in a thread because libraries block until the other end is there."""
+        while not _building.acquire(timeout=CHECK_S):
+            check()
+        group_id, replica = secrets.token_bytes(16), ReplicatedStore()
+        building: Future[PairGroup] | None = None
+        try:
+            while not self._meet(group_id, replica, check):
+                time.sleep(MEET_S)
+            building = in_thread("weight-sync-connect", partial(self._build, replica))
+            deadline = time.monotonic() + 2 * self._timing.connect_s
+            is_built = False
+            while not is_built:
+                is_built = bool(wait([building], MEET_S).done)
+                # Once more after it is built: the publisher may need what the library wrote last to finish its end.
+                self._meet(group_id, replica, check)
+                if time.monotonic() > deadline:
+                    raise LinkBroken(f"connecting did not end within {2 * self._timing.connect_s:.1f} s")
+            group = building.result()
+        except BaseException:
+            if building is not None:
+                building.add_done_callback(_abort_built)
+            self._drop(group_id)
+            raise
+        finally:
+            if building is None:
+                _building.release()
+            else:
+                building.add_done_callback(lambda _: _building.release())
+        self._num_connected += 1
+        return Connection(group, group_id)
 
-        return Inbound(arena, line, self._landing, connect=connect, timing=self._timing)
+    def _meet(self, group_id: bytes, replica: ReplicatedStore, check: Check) -> bool:
+        """Bring both stores up to date. Whether the publisher has begun to build its end: from then on its time runs.
+
+        Raises:
+            LinkBroken: it could not.
+        """
+        met = self._ask(PairMeet(group=group_id, entries=replica.own()), PairMet, check)
+        if met.error:
+            raise LinkBroken(f"the publisher could not join: {met.error}")
+        replica.learn(met.entries)
+        return bool(met.entries)
+
+    def _build(self, replica: ReplicatedStore) -> PairGroup:
+        host = own_address(self._arena.host) if self._host is None else self._host
+        return self._backend.connect_pair(replica.store, rank=1, timeout_s=self._timing.connect_s, host=host)
+
+    def _receive(
+        self, connection: Connection, slot: int, messages: Sequence[Message], check: Check, on_arrived: OnArrived
+    ) -> None:
+        for part in orders(messages):
+            ranges = tuple((message.offset, message.dst.numel()) for message in part)
+            order = PairSend(group=connection.group_id, number=connection.num_orders, slot=slot, ranges=ranges)
+            connection.num_orders += 1
+            state = self._ask(order, PairState, check)
+            if state.error:
+                raise LinkBroken(f"the publisher left the group: {state.error}")
+        under_way: deque[tuple[Transfer, list[Message], list[torch.Tensor]]] = deque()
+
+        def finish() -> None:
+            transfer, batch, targets = under_way.popleft()
+            self._await(connection, transfer, check)
+            self._buffer.deliver(batch, targets)
+            on_arrived(batch[-1].num_pieces)
+
+        for part in orders(messages):
+            for batch in batches(part, lambda message: message.dst.numel(), limit_bytes=self._buffer.batch_bytes):
+                if len(under_way) == BATCHES_IN_FLIGHT:
+                    finish()
+                targets = self._buffer.targets(batch)
+                under_way.append((connection.group.receive(targets), batch, targets))
+        while under_way:
+            finish()
+
+    def _await(self, connection: Connection, transfer: Transfer, check: Check) -> None:
+        began_at = time.monotonic()
+        while not transfer.is_done(CHECK_S):
+            check()
+            if time.monotonic() - began_at > self._timing.stall_s:
+                raise LinkBroken(f"no progress within {self._timing.stall_s:.1f} s")
+            if time.monotonic() - self._watched_at > WATCH_S:
+                self._watch(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """
+        Raises:
+            PublisherLost: it was last heard of too long ago.
+            WeightSyncError: it says that the group fell.
+        """
+        self._watched_at = time.monotonic()
+        try:
+            state = self._line.ask(PairWatch(group=connection.group_id), PairState, deadline_s=ASK_S)
+        except PublisherLost as error:
+            if time.monotonic() - self._heard_at > self._timing.silence_s:
+                raise PublisherLost(f"{self._name}: silent in the middle of a transfer: {error}") from error
+            return
+        self._heard_at = time.monotonic()
+        if state.error:
+            raise WeightSyncError(f"{self._name}: it stopped sending: {state.error}")
+
+    def _ask(self, request: PairMeet | PairSend, kind: type[R], check: Check) -> R:
+        """
+        Raises:
+            PublisherLost: no answer within `silence_s`.
+        """
+        answer = self._line.ask(request, kind, deadline_s=self._timing.silence_s, check=check)
+        self._heard_at = self._watched_at = time.monotonic()
+        return answer
+
+    def _leave(self, connection: Connection | None) -> None:
+        """When this returns nothing is written into the pieces any more; where that cannot be had it is remembered."""
+        if connection is None:
+            return
+        try:
+            connection.group.abort()
+        except DeviceError:
+            self._is_stuck = True
+        self._drop(connection.group_id)
+
+    def _drop(self, group_id: bytes) -> None:
+        # A publisher that cannot be notified notices by itself, later; and its line may be closed already.
+        with contextlib.suppress(WeightSyncError, zmq.ZMQError):
+            self._line.ask(PairDrop(group=group_id), PairState, deadline_s=ASK_S / 2)
 
 
-def _require_pair(rank: int, arena: ArenaHandle, backend: Backend) -> None:
-    require_library(arena.transport, backend)
-    own = backend.device_identity()
-    if arena.transport != HOST and own and own == arena.device:
-        raise TransportUnusable(
-            f"learner {rank} and this worker share device {own}, and {arena.transport} cannot connect a device with "
-            f"itself; use ipc, or {HOST}"
-        )
+def in_thread(name: str, call: Callable[[], T]) -> Future[T]:
+    """The result of `call`, from a daemon thread: one that never returns does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the thread that waits raises it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def _abort_built(building: Future[PairGroup]) -> None:
+    """A group that nobody waits for any more."""
+    if building.exception() is None:
+        with contextlib.suppress(DeviceError):
+            building.result().abort()

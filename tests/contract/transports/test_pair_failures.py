@@ -33,12 +33,12 @@ from tests.fakes.relay_process import nothing
 from weight_sync.errors import PublisherLost, PullTimeout, TransportUnusable, WeightSyncError
 from weight_sync.messages import encode
 from weight_sync.transports.base import Piece
-from weight_sync.transports.pair import PairReceiverEnd, own_address
+from weight_sync.transports.pair import PairReceiver, own_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from weight_sync.transports.base import ReceiverEnd
+    from weight_sync.transports.base import SourceReader
 
 DEADLINE_S = 30.0
 """Of a pull here. What these tests look for takes about three seconds; CI machines are slow."""
@@ -85,10 +85,10 @@ def once_received(landing: torch.Tensor, strike: Callable[[], None]) -> Callable
     return check
 
 
-def require_pull(local: Local, end: ReceiverEnd, rank: int, *, slot: int = 2) -> None:
+def require_pull(local: Local, end: SourceReader, *, slot: int = 2) -> None:
     """A short pull from a slow publisher arrives whole."""
     landing = local.empty(4 * SLOW_MESSAGE_BYTES)
-    end.pull(rank, slot, slow_pieces(landing), check=nothing)
+    end.pull(slot, slow_pieces(landing), check=nothing)
     assert torch.equal(landing.cpu(), pattern(slot, landing.numel()))
 
 
@@ -97,23 +97,19 @@ def test_a_publisher_lost_in_mid_transfer_is_noticed_and_others_still_serve(
     world: World, local: Local, blow: signal.Signals
 ) -> None:
     victim = world.victims[0 if blow == signal.SIGKILL else 1]
-    remotes = {4: victim, 5: world.survivor}
-    end = local.open(
-        {rank: remote.handle for rank, remote in remotes.items()},
-        {rank: remote.address for rank, remote in remotes.items()},
-    )
+    end, other = local.open_one(victim), local.open_one(world.survivor)
     landing = local.empty(world.kind.slot_bytes)
     # A broken connection does not show whether the publisher is lost; a silent control line does.
     with pytest.raises(PublisherLost if blow == signal.SIGSTOP else WeightSyncError):
-        end.pull(4, 1, slow_pieces(landing), check=once_received(landing, lambda: victim.signal(blow)))
+        end.pull(1, slow_pieces(landing), check=once_received(landing, lambda: victim.signal(blow)))
     left = landing.clone()
     assert not bool(left[-1]), "the transfer was over before the blow"
-    require_pull(local, end, 5)
+    require_pull(local, other)
     if blow == signal.SIGSTOP:
         victim.signal(signal.SIGCONT)
         time.sleep(0.5)
-        require_pull(local, end, 4, slot=0)
-        assert end.counters()["communicators"] == 3
+        require_pull(local, end, slot=0)
+        assert end.counters()["communicators"] == 2
     assert torch.equal(landing, left), "a late message was written after the pull had failed"
 
 
@@ -127,16 +123,16 @@ def test_a_stopped_pull_leaves_its_memory_alone_and_the_next_one_has_a_new_commu
         raise PullTimeout("the version has a deadline")
 
     end = local.open_one(world.survivor)
-    require_pull(local, end, 4)
+    require_pull(local, end)
     before, before_remote = end.counters(), world.survivor.ask("see_counters")
     landing = local.empty(world.kind.slot_bytes)
     with pytest.raises(PullTimeout):
-        end.pull(4, 1, slow_pieces(landing), check=once_received(landing, out_of_time))
+        end.pull(1, slow_pieces(landing), check=once_received(landing, out_of_time))
     left = landing.clone()
     assert not bool(left[-1])
     time.sleep(rest_s)
     assert torch.equal(landing, left)
-    require_pull(local, end, 4, slot=2)
+    require_pull(local, end, slot=2)
     assert torch.equal(landing, left)
     assert end.counters() == {**before, "communicators": before["communicators"] + 1}
     assert world.survivor.ask("see_counters") == {**before_remote, "communicators": before_remote["communicators"] + 1}
@@ -155,7 +151,7 @@ def test_a_receiver_lost_in_mid_transfer_holds_up_nobody_and_leaves_no_thread(
         assert publisher.threads_to("victim/0") == ["weight-sync-to-victim/0"]
         victim.signal(blow)
         end = local.open_one(publisher)
-        require_pull(local, end, 4)
+        require_pull(local, end)
         within_s = QUICK.stall_s + DEADLINE_S
         wait_until(lambda: not publisher.threads_to("victim/0"), within_s=within_s, what="a thread is left")
     finally:
@@ -165,7 +161,7 @@ def test_a_receiver_lost_in_mid_transfer_holds_up_nobody_and_leaves_no_thread(
 def test_receivers_are_served_side_by_side(world: World) -> None:
     receivers = [Local(world.kind, name=f"together/{number}") for number in range(2)]
     threads = [
-        threading.Thread(target=require_pull, args=(local, local.open_one(world.survivor), 4), kwargs={"slot": slot})
+        threading.Thread(target=require_pull, args=(local, local.open_one(world.survivor)), kwargs={"slot": slot})
         for slot, local in enumerate(receivers, start=1)
     ]
     errors: list[object] = []
@@ -189,11 +185,11 @@ def test_a_publisher_that_cannot_be_connected_makes_the_transport_unusable() -> 
     """
     remote = Remote(Kind("gloo", host="127.0.0.1", timing=QUICK)).wait()
     local = Local(remote.kind)
-    lines = {4: local.line(remote.address)}
+    line = local.line(remote.address)
     # Nobody has an address of TEST-NET-1, so gloo cannot listen there.
-    end = PairReceiverEnd(local.backend, {4: remote.handle}, lines, host="192.0.2.1", timing=QUICK)
+    end = PairReceiver(local.backend, remote.handle, line, host="192.0.2.1", timing=QUICK)
     with pytest.raises(TransportUnusable, match=r"gloo from the publisher at 127\.0\.0\.1: gloo on 192\.0\.2\.1"):
-        end.pull(4, 1, [Piece(0, local.empty())], check=nothing)
+        end.pull(1, [Piece(0, local.empty())], check=nothing)
     end.close()
     local.close()
     remote.close()
@@ -202,10 +198,10 @@ def test_a_publisher_that_cannot_be_connected_makes_the_transport_unusable() -> 
 def test_bytes_travel_between_the_addresses_that_the_ends_were_given() -> None:
     remote = Remote(Kind("gloo", host="127.0.0.2")).wait()
     local = Local(remote.kind)
-    lines = {4: local.line(remote.address)}
-    end = PairReceiverEnd(local.backend, {4: remote.handle}, lines, host="127.0.0.3")
+    line = local.line(remote.address)
+    end = PairReceiver(local.backend, remote.handle, line, host="127.0.0.3")
     landing = local.empty()
-    end.pull(4, 1, [Piece(0, landing)], check=nothing)
+    end.pull(1, [Piece(0, landing)], check=nothing)
     assert torch.equal(landing, pattern(1))
     connections = psutil.Process().net_connections("tcp4")
     assert "127.0.0.3" in {connection.laddr[0] for connection in connections if not connection.raddr}

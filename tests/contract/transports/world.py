@@ -10,27 +10,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import zmq
 
-from tests.contract.transports.host_groups import HostNccl, put_hccl_in_place
 from tests.fakes.drivers.build import make_backend
 from tests.fakes.processes import Child
 from weight_sync.channel import ControlClient, ControlServer
 from weight_sync.messages import ArenaHandle, PeerAddress, RunKeys, decode, encode
-from weight_sync.transports import mapped, pair, pair_sender
+from weight_sync.transports import pair_sender
 from weight_sync.transports.base import Piece
-from weight_sync.transports.exporter import Offer
-from weight_sync.transports.pair import Timing
+from weight_sync.transports.exporter import SlotExporter
+from weight_sync.transports.mapped import MappedReader
+from weight_sync.transports.pair import PairReceiver, Timing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from weight_sync.device.base import Backend
-    from weight_sync.transports.base import ReceiverEnd
+    from weight_sync.transports.base import SourceReader
 
 SLOT_BYTES, NUM_SLOTS = 10_007, 3
-REAL_NCCL = getattr(dist, "ProcessGroupNCCL", None)
 _PUBLIC, _SECRET = zmq.curve_keypair()
 KEYS = RunKeys(run_id="contract", public=_PUBLIC, secret=_SECRET)
 QUICK = Timing(connect_s=20.0, stall_s=5.0, silence_s=2.0)
@@ -65,10 +63,6 @@ class Kind:
 
     def make_backend(self, *, device: int) -> Backend:
         os.environ.update(self.environ)
-        # Either way: kinds follow each other in one test process.
-        dist.ProcessGroupNCCL = REAL_NCCL if self.library is None else HostNccl  # type: ignore[attr-defined]
-        if self.backend == "npu":
-            put_hccl_in_place()
         backend = make_backend(self.backend, self.library)
         backend.set_device(device)
         return backend
@@ -87,7 +81,7 @@ class Publisher:
         if kind.is_slow:
             pair_sender.batches = slowly
         self._backend = kind.make_backend(device=0)
-        self._end = Offer(
+        self._end = SlotExporter(
             (kind.transport,), self._backend, slot_bytes=kind.slot_bytes, num_slots=NUM_SLOTS, host=kind.host,
             timing=kind.timing,
         )  # fmt: skip
@@ -151,11 +145,11 @@ class VictimReceiver:
 
     def __init__(self, kind: Kind, handle: bytes, address: bytes, keys: RunKeys) -> None:
         local = Local(kind, name="victim/0", keys=keys)
-        self._end = local.open({4: decode(handle, ArenaHandle)}, {4: decode(address, PeerAddress)})
+        self._end = local.open(decode(handle, ArenaHandle), decode(address, PeerAddress))
         self._landing = local.empty(kind.slot_bytes)
 
     def pull(self) -> None:
-        self._end.pull(4, 1, slow_pieces(self._landing), check=lambda: None)
+        self._end.pull(1, slow_pieces(self._landing), check=lambda: None)
 
     def see_first_byte(self) -> int:
         return int(self._landing[0])
@@ -179,23 +173,22 @@ class Local:
         self.backend = kind.make_backend(device=1)
         self._name, self._context = name, zmq.Context()
         self._clients: list[ControlClient] = []
-        self._ends: list[ReceiverEnd] = []
+        self._ends: list[SourceReader] = []
 
     def line(self, address: PeerAddress) -> ControlClient:
         self._clients.append(ControlClient(self._context, address, self._keys, epoch=1, sender=self._name))
         return self._clients[-1]
 
-    def open(self, arenas: dict[int, ArenaHandle], addresses: dict[int, PeerAddress]) -> ReceiverEnd:
-        lines, kind = {rank: self.line(address) for rank, address in addresses.items()}, self.kind
-        if kind.is_pair:
-            end = pair.PairReceiverEnd(self.backend, arenas, lines, timing=kind.timing)
+    def open(self, arena: ArenaHandle, address: PeerAddress) -> SourceReader:
+        if self.kind.is_pair:
+            end = PairReceiver(self.backend, arena, self.line(address), timing=self.kind.timing)
         else:
-            end = mapped.open_mapped(kind.transport, self.backend, arenas)
+            end = MappedReader(self.backend, arena)
         self._ends.append(end)
         return end
 
-    def open_one(self, remote: Remote) -> ReceiverEnd:
-        return self.open({4: remote.handle}, {4: remote.address})
+    def open_one(self, remote: Remote) -> SourceReader:
+        return self.open(remote.handle, remote.address)
 
     def empty(self, nbytes: int = SLOT_BYTES) -> torch.Tensor:
         """Zeros where this receiver's engine would have its parameters."""

@@ -1,5 +1,5 @@
 /* libascendcl: other names, other argument orders, keys as text of 65 bytes. */
-#include "fake_driver.h"
+#include "fake_collectives.h"
 
 #define KEY_BYTES 65
 static const int codes[] = {0, 107000 /* invalid parameter */, 207001 /* out of memory */, 507899 /* driver error */,
@@ -166,5 +166,69 @@ int aclrtSynchronizeStream(void *stream) {
   fake_stream_syncs++;
   return done("aclrtSynchronizeStream", FAKE_OK);
 }
+int aclrtCreateEvent(void **event) {
+  READY("aclrtCreateEvent");
+  *event = calloc(1, sizeof(fake_event));
+  fake_events++;
+  return done("aclrtCreateEvent", FAKE_OK);
+}
+int aclrtRecordEvent(void *event, void *stream) { pair_record(event, stream); return done("aclrtRecordEvent", FAKE_OK); }
+int aclrtQueryEventStatus(void *event, int *status) {
+  *status = pair_is_done(event);
+  return done("aclrtQueryEventStatus", FAKE_OK);
+}
+int aclrtDestroyEvent(void *event) { free(event); fake_events--; return done("aclrtDestroyEvent", FAKE_OK); }
 int aclrtSynchronizeDevice(void) { READY("aclrtSynchronizeDevice"); fake_device_syncs++; return done("aclrtSynchronizeDevice", FAKE_OK); }
 const char *aclGetRecentErrMsg(void) { fake_last_error = 0; return message; }
+
+/* --- libhccl ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+  size_t size;
+  uint32_t magic, version;
+  uint64_t reserved;
+  uint32_t buffer_mib, deterministic;
+} hccl_config;
+
+/* HCCL_E_NETWORK, _PARA, _NOT_SUPPORT, _REMOTE, _AGAIN, _MEMORY */
+static const int hccl_codes[] = {0, 19, 1, 5, 21, 20, 3};
+
+int HcclGetRootInfo(char *info) {
+  fake_root root;
+  int status = pair_root(&root);
+  memset(info, 0, 4108);
+  memcpy(info, &root, sizeof root);
+  return hccl_codes[status];
+}
+/* Blocks until both are there. Each communicator has two buffers on the device. */
+int HcclCommInitRootInfoConfig(uint32_t size, const char *info, uint32_t rank, const hccl_config *config,
+                               fake_comm **comm) {
+  fake_root root;
+  memcpy(&root, info, sizeof root);
+  if (size != 2 || config->size != sizeof *config || config->magic != 0xf0f0f0f0 || config->version < 1) return 1;
+  int status = pair_begin(comm, &root, (int)rank, (size_t)config->buffer_mib << 21);
+  if (status != PAIR_OK) return hccl_codes[status];
+  while ((status = pair_state(*comm)) == PAIR_PENDING) usleep(1000);
+  if (status != PAIR_OK) pair_abort(*comm), *comm = NULL;
+  return hccl_codes[status];
+}
+int HcclGetCommAsyncError(fake_comm *comm, int *state) {
+  *state = hccl_codes[pair_state(comm)];
+  return comm->magic == PAIR_MAGIC ? 0 : 1;
+}
+static int hccl_move(void *data, uint64_t count, int dtype, uint32_t peer, fake_comm *comm, void *stream, int is_send) {
+  int status = pair_require(comm);
+  if (status != PAIR_OK) return hccl_codes[status];
+  if (dtype < 0 || dtype > 11 || dtype == 10 /* float64 */) return 5;
+  if ((int)peer != 1 - comm->rank) return 1;
+  pair_queue(comm, pair_op(data, count, (uint32_t)dtype, stream, is_send), 1);
+  return 0;
+}
+int HcclSend(void *data, uint64_t count, int dtype, uint32_t peer, fake_comm *comm, void *stream) {
+  return hccl_move(data, count, dtype, peer, comm, stream, 1);
+}
+int HcclRecv(void *data, uint64_t count, int dtype, uint32_t peer, fake_comm *comm, void *stream) {
+  return hccl_move(data, count, dtype, peer, comm, stream, 0);
+}
+int HcclCommDestroy(fake_comm *comm) { return hccl_codes[pair_abort(comm)]; }
+const char *HcclGetErrorString(int code) { return code == 21 ? "remote error" : "call refused"; }

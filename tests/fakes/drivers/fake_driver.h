@@ -50,7 +50,7 @@ static long fake_registers, fake_unregisters, fake_pinned_copies, fake_host_mall
 static size_t fake_total = (size_t)1 << 30, fake_used;
 static long fake_mallocs, fake_frees, fake_exports, fake_unexports, fake_opens, fake_closes, fake_copies, fake_last_kind;
 static long fake_streams_created, fake_stream_syncs, fake_device_syncs, fake_open_flags;
-static long fake_last_error;
+static long fake_last_error, fake_events;
 static _Thread_local int fake_device;
 static int fake_visible[FAKE_MAX_DEVICES], fake_num_visible, fake_pid;
 static char fake_fail_name[64];
@@ -105,7 +105,7 @@ long fake_counter(const char *name) {
       {"opens", fake_opens}, {"closes", fake_closes}, {"copies", fake_copies}, {"last_kind", fake_last_kind},
       {"streams_created", fake_streams_created},
       {"stream_syncs", fake_stream_syncs}, {"device_syncs", fake_device_syncs}, {"last_error", fake_last_error},
-      {"open_flags", fake_open_flags}, {"device", fake_device}, {"used", (long)fake_used},
+      {"open_flags", fake_open_flags}, {"events", fake_events}, {"device", fake_device}, {"used", (long)fake_used},
       {"registers", fake_registers}, {"unregisters", fake_unregisters}, {"pinned_copies", fake_pinned_copies},
       {"host_mallocs", fake_host_mallocs}, {"registered", fake_count_hosts(0)}, {"unmapped_registered", fake_count_hosts(1)}};
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)

@@ -277,9 +277,8 @@ async def test_one_mapping_that_cannot_be_closed_keeps_nothing_else_open(
         await world.step(1)
         reader = next(r for r in replicas if any(r.receivers[0]._epoch._relay._inlets.values()))
         epoch: Any = reader.receivers[0]._epoch
-        (relayed,) = next(filter(None, epoch._relay._inlets.values()))._end._blocks.values()
-        ends = [reach._end for reach in epoch._reaches.values()]
-        mapped = [block for end in ends for block in end._blocks.values()]
+        relayed = next(filter(None, epoch._relay._inlets.values()))._reader._block
+        mapped = [one._reader._block for one in epoch._readers.values() if one._reader is not None]
         broken = mapped[0] if what == "slots" else relayed
         refuse_to_close(broken)
         with pytest.raises(DeviceError, match="does not unmap this"):
@@ -293,8 +292,8 @@ async def test_one_mapping_that_cannot_be_closed_keeps_nothing_else_open(
 async def test_what_a_replica_could_not_close_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     replica = LocalReplica("r0")
     async with opened(1, [replica], commit="staged"):
-        end: Any = next(iter(replica.receivers[0]._epoch._reaches.values()))._end
-        broken = end._blocks[0]
+        reader: Any = next(iter(replica.receivers[0]._epoch._readers.values()))._reader
+        broken = reader._block
         refuse_to_close(broken)
         caplog.set_level(logging.WARNING, "weight_sync")
     assert "a party of weight sync did not close: WeightSyncError: DeviceError: r0/0: the driver" in caplog.text

@@ -60,7 +60,7 @@ async def test_a_worker_that_has_the_version_already_keeps_no_lease_of_the_retry
     replica = LocalReplica("r0", 2)
     async with opened(1, [replica], commit="inplace", num_slots=1) as world:
         await world.step(1)
-        end = next(iter(replica.receivers[1]._epoch._reaches.values()))._end
+        end = next(iter(replica.receivers[1]._epoch._readers.values()))
         original, failures = end.pull, iter([PullTimeout("cut here")])
 
         def pull(*args: Any, **kwargs: Any) -> None:

@@ -237,7 +237,7 @@ async def test_learners_free_the_communicators_of_a_killed_replica_when_it_leave
     coordinator = world.coordinator
     await coordinator.open()
     await world.step(1)
-    pairs = [publisher.publisher._epoch.end._peers._pairs for publisher in world.publishers]
+    pairs = [publisher.publisher._epoch.end._senders._pairs for publisher in world.publishers]
     dead = [pair[f"r1/{worker}"]._group for pair in pairs for worker in range(2)]
 
     async def is_gone(*_: object, **__: object) -> Any:

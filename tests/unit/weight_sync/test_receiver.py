@@ -80,7 +80,7 @@ class Pair:
 
     def after_pull(self, action: Callable[[], None]) -> None:
         """Run `action` once, after the bytes of the first source were copied and before they are checked."""
-        end = next(iter(self.receiver._epoch._reaches.values()))._end
+        end = next(iter(self.receiver._epoch._readers.values()))
         original, left = end.pull, [action]
 
         def pull(*args: Any, **kwargs: Any) -> None:
@@ -223,7 +223,7 @@ def test_long_pull_renews_its_lease(closing: list[Any]) -> None:
     closing.append(publisher.publisher)
     pair = open_pair(publisher, closing, "staged", lease_s=0.6)
     pair.receiver._epoch._leases._clock = lambda: now[0]
-    end = next(iter(pair.receiver._epoch._reaches.values()))._end
+    end = next(iter(pair.receiver._epoch._readers.values()))
     original = end.pull
 
     def slow(*args: Any, check: Callable[[], None], **kwargs: Any) -> None:
@@ -246,7 +246,7 @@ def test_pull_over_its_deadline_stops(
     monkeypatch.setattr(prefetch, "SLACK_S", 0.0)
     pair = open_pair(local, closing, "staged")
     pair.after_pull(lambda: time.sleep(1.2))
-    end = next(iter(pair.receiver._epoch._reaches.values()))._end
+    end = next(iter(pair.receiver._epoch._readers.values()))
     original = end.pull
 
     def checked(*args: Any, check: Callable[[], None], **kwargs: Any) -> None:
@@ -266,7 +266,7 @@ class Watched:
         self.receiver, self.late_s, self.num_pulls = pair.receiver, 0.0, 0
         host = replace(self.receiver._host, clock=lambda: time.monotonic() + self.late_s)
         self.receiver._host = self.receiver._epoch._host = host
-        end = next(iter(self.receiver._epoch._reaches.values()))._end
+        end = next(iter(self.receiver._epoch._readers.values()))
         original, left = end.pull, list(pulls)
 
         def pull(*args: Any, check: Callable[[], None], **kwargs: Any) -> None:
