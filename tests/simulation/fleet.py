@@ -102,6 +102,8 @@ class Fleet:
         return ScriptedReplica(name, workload=self.plan.workload, version=self.live, seed=self.rng.getrandbits(32))
 
     # as LearnerGroup
+    flops = None
+
     async def onload(self) -> list[OffloadReport]:
         assert not self.awake, f"{self.awake} and the learner are on one device"
         return await self._move(is_here=True)
