@@ -41,4 +41,4 @@ def test_the_default_job_trains_and_syncs_over_ipc(name: str, tiny_cache: Path, 
         assert "learner 0 by ipc, learner 1 by ipc" in log
         for line in job.lines:
             assert line["sync/num_retries"] == 0
-            assert abs(line["learner/ratio_mean"] - 1) < 1e-2
+            assert line["staleness/max"] > 0 or abs(line["learner/ratio_mean"] - 1) < 1e-3
