@@ -146,7 +146,7 @@ def _row_problems(meta: ParamMeta, starts: np.ndarray, sizes: np.ndarray, ranks:
 
 
 def _box(start: np.ndarray, size: np.ndarray, ndim: int) -> str:
-    """ "rows 0-3", or for more than rows "[0:3, 2:4]"."""
+    """ "[0:3, 2:4]"."""
     spans = [(a, a + n) for a, n in zip(start[: max(1, ndim)].tolist(), size.tolist(), strict=False)]
     return f"[{', '.join(f'{a}:{b}' for a, b in spans)}]"
 

@@ -132,8 +132,8 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
         return np.cumsum(differences, axis=1, dtype=np.int64).T
 
 
-def to_wire(value: object) -> bytes:
-    return zlib.compress(msgspec.msgpack.encode(value), 1)
+def _to_wire(part: PackPlan | PullPlan) -> bytes:
+    return zlib.compress(_ENCODER.encode(part), 1)
 
 
 def from_wire(data: bytes, decoder: msgspec.msgpack.Decoder[T], *, max_bytes: int = MAX_PLAN_BYTES) -> T:
@@ -152,6 +152,17 @@ def from_wire(data: bytes, decoder: msgspec.msgpack.Decoder[T], *, max_bytes: in
             f"a plan of {len(data)} bytes cannot be decoded: {error}; learner and engine must run the same version of "
             "weight_sync"
         ) from error
+
+
+def _as_table(values: np.ndarray) -> Table:
+    return Table.of(values)
+
+
+def _as_values(_kind: type, table: object) -> np.ndarray:
+    return msgspec.convert(table, Table).values()
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_as_table)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,20 +252,7 @@ class PackItem(NamedTuple):
     nbytes: int
 
 
-class _PackWire(msgspec.Struct, frozen=True, array_like=True):
-    rank: int
-    params: tuple[ParamMeta, ...]
-    arena_bytes: int
-    items: Table
-    segments: Table
-    readers: Table
-
-
-_PACK_DECODER = msgspec.msgpack.Decoder(_PackWire)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PackPlan:
+class PackPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=False):
     """What one learner rank writes into its arena for every version."""
 
     rank: int
@@ -280,9 +278,7 @@ class PackPlan:
             found.append(PackItem(meta.name, tuple(box[:ndim]), size, offset, nbytes))
         return tuple(found)
 
-    def to_bytes(self) -> bytes:
-        tables = (Table.of(table) for table in (self.table, self.segments, self.readers))
-        return to_wire(_PackWire(self.rank, self.params, self.arena_bytes, *tables))
+    to_bytes = _to_wire
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PackPlan:
@@ -290,28 +286,10 @@ class PackPlan:
         Raises:
             PlanMismatch: see `from_wire`.
         """
-        wire = from_wire(data, _PACK_DECODER)
-        return cls(
-            rank=wire.rank,
-            params=wire.params,
-            arena_bytes=wire.arena_bytes,
-            table=wire.items.values(),
-            segments=wire.segments.values(),
-            readers=wire.readers.values(),
-        )
+        return from_wire(data, _PACK_DECODER)
 
 
-class _PullWire(msgspec.Struct, frozen=True, array_like=True):
-    worker: int
-    names: tuple[str, ...]
-    runs: Table
-
-
-_PULL_DECODER = msgspec.msgpack.Decoder(_PullWire)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PullPlan:
+class PullPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=False, dict=True):
     """What one engine worker reads from the arenas for every version."""
 
     worker: int
@@ -342,8 +320,7 @@ class PullPlan:
         np.add.at(sums, index, self.table[:, 4])
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
-    def to_bytes(self) -> bytes:
-        return to_wire(_PullWire(self.worker, self.names, Table.of(self.table)))
+    to_bytes = _to_wire
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PullPlan:
@@ -351,8 +328,11 @@ class PullPlan:
         Raises:
             PlanMismatch: see `from_wire`.
         """
-        wire = from_wire(data, _PULL_DECODER)
-        return cls(worker=wire.worker, names=wire.names, table=wire.runs.values())
+        return from_wire(data, _PULL_DECODER)
+
+
+_PACK_DECODER = msgspec.msgpack.Decoder(PackPlan, dec_hook=_as_values)
+_PULL_DECODER = msgspec.msgpack.Decoder(PullPlan, dec_hook=_as_values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

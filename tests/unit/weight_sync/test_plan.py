@@ -481,7 +481,7 @@ def test_a_part_of_another_plan_is_refused() -> None:
 def _changed_table(plan: Any, name: str, row: int, column: int, value: int) -> Any:
     table = getattr(plan, name).copy()
     table[row, column] = value
-    return dataclasses.replace(plan, **{name: table})
+    return msgspec.structs.replace(plan, **{name: table})
 
 
 @pytest.mark.parametrize(
