@@ -30,6 +30,7 @@ import contextlib
 import itertools
 import logging
 import os
+import resource
 import threading
 import time
 from collections import Counter
@@ -72,6 +73,8 @@ HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 2.0, 10.0
 RESEND_S = 1.0
 CHECK_S = 0.05
 """Interval at which a waiting client calls its `check`."""
+SPARE_FILES = 256
+"""Opened by others in the driver's process while an epoch lasts."""
 ZAP = "inproc://zeromq.zap.01"
 """Where libzmq asks whether a client's key is allowed (RFC 27)."""
 
@@ -341,6 +344,23 @@ class Switchboard:
         self._answers: dict[int, asyncio.Future[Response]] = {}
         self._router: Any = None
         self._reading: asyncio.Task[None] | None = None
+
+    def expect(self, num_peers: int) -> None:
+        """Make room for connections to so many peers: each takes a file.
+
+        Raises:
+            WeightSyncError: this process may not open as many files.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = len(os.listdir("/proc/self/fd")) + num_peers + SPARE_FILES  # noqa: PTH208 - names of numbers
+        if soft != resource.RLIM_INFINITY and needed > soft:
+            if hard != resource.RLIM_INFINITY and needed > hard:
+                raise WeightSyncError(
+                    f"the driver needs {needed} open files to reach {num_peers} workers and may have {hard}; raise the "
+                    "hard limit (ulimit -Hn) where the driver is started"
+                )
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+            log.info("this process may now have %d open files instead of %d, for %d workers", needed, soft, num_peers)
 
     def dial(self, peer: str, address: PeerAddress) -> Line:
         """Connect to the worker called `peer` at `address`. Call in the event loop."""

@@ -155,6 +155,7 @@ class EpochOpener:
         replies = await self._on_replicas(members, "ws_open", request, give_up)
         if self._lines is None:
             self._lines = Switchboard(self._keys, epoch=self._epoch)
+        self._lines.expect(sum(map(len, replies.values())))
         for member in members:
             parties = enumerate(replies[member.name])
             workers = tuple(open_reply(reply, ReceiverInfo, party=f"{member.name}/{i}") for i, reply in parties)

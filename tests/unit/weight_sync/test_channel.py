@@ -605,3 +605,17 @@ async def test_the_secret_key_is_in_no_log_representation_or_error(
         repr(coordinator), repr(vars(coordinator)),
     )  # fmt: skip
     assert not [spelling for text in texts for spelling in spellings if spelling in text]
+
+
+async def test_a_driver_that_may_open_too_few_files_raises_its_limit_or_says_what_to_do() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lines = Switchboard(KEYS, epoch=EPOCH)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+        lines.expect(1500)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1500
+        with pytest.raises(WeightSyncError, match=r"needs \d+ open files to reach \d+ workers and may have \d+; raise"):
+            lines.expect(before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        lines.close()
