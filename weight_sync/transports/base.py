@@ -48,11 +48,8 @@ OnArrived = Callable[[int], None]
 class Line(Protocol):
     """An authenticated line to one publisher, for questions. `channel.ControlClient` is one."""
 
-    def ask(self, request: Request, kind: type[R], *, deadline_s: float, check: Check | None = None) -> R:
+    def ask(self, request: Request, kind: type[R], *, deadline_s: float) -> R:
         """
-        Args:
-            check: called while there is no answer; may raise to stop waiting.
-
         Raises:
             PublisherLost: no answer within `deadline_s`.
             WeightSyncError: (its subclass) the publisher refused.

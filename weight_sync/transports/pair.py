@@ -421,9 +421,17 @@ class PairReceiver(SourceReader):
         Raises:
             PublisherLost: no answer within `silence_s`.
         """
-        answer = self._line.ask(request, kind, deadline_s=self._timing.silence_s, check=check)
-        self._heard_at = self._watched_at = time.monotonic()
-        return answer
+        deadline = time.monotonic() + self._timing.silence_s
+        while True:
+            check()  # not inside the question: it may have one of its own for this line
+            try:
+                answer = self._line.ask(request, kind, deadline_s=ASK_S)
+            except PublisherLost:
+                if time.monotonic() >= deadline:
+                    raise
+            else:
+                self._heard_at = self._watched_at = time.monotonic()
+                return answer
 
     def _leave(self, connection: Connection | None) -> None:
         """When this returns nothing is written into the pieces any more; where that cannot be had it is remembered."""

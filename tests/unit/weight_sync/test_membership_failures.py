@@ -233,7 +233,7 @@ async def test_a_join_that_is_cancelled_in_its_middle_leaves_the_group_as_it_was
 
 
 async def test_learners_free_the_communicators_of_a_killed_replica_when_it_leaves() -> None:
-    world = World(transport="gloo")
+    world = World(transport="gloo", relay="off")
     coordinator = world.coordinator
     await coordinator.open()
     await world.step(1)

@@ -3,6 +3,7 @@ happens. Real processes that die or stop: tests/contract/transports."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -135,6 +136,7 @@ class World:
         )
         self.exporter.slot(1).copy_(torch.tensor(list(SLOT), dtype=torch.uint8))
         self.asked: list[tuple[str, bytes]] = []
+        self._asking = threading.Lock()
         self.answer = self.exporter.answer
 
     def _connect(self, store: Any, *, rank: int, **__: object) -> Any:
@@ -152,10 +154,20 @@ class World:
 
     def ask(self, request: Any, kind: type[Any], *, deadline_s: float, check: Callable[[], None] | None = None) -> Any:
         """As the line of receiver a/0."""
-        if check is not None:
-            check()
-        self.asked.append((type(request).__name__, request.group))
-        return self.answer("a/0", request)
+        with self.line():
+            if check is not None:
+                check()
+            self.asked.append((type(request).__name__, request.group))
+            return self.answer("a/0", request)
+
+    @contextlib.contextmanager
+    def line(self) -> Iterator[None]:
+        """A line carries one question at a time, whoever asks it."""
+        assert self._asking.acquire(timeout=1), "a question inside a question: a real line waits for ever"
+        try:
+            yield
+        finally:
+            self._asking.release()
 
     def receiver(self) -> PairReceiver:
         return PairReceiver(CpuBackend(), self.exporter.handles[0], self, timing=self.timing)
@@ -296,6 +308,17 @@ def test_a_pull_that_is_stopped_while_its_group_is_built_leaves_the_next_one_alo
     assert end.counters()["communicators"] == 1
     end.close()
     assert all(group.aborted.is_set() for group in world.groups[1])
+
+
+def test_a_check_may_use_the_line_that_the_pull_asks_on(world: World) -> None:
+    """It renews leases there, whenever they are due."""
+
+    def check() -> None:
+        with world.line():
+            pass
+
+    end = world.receiver()
+    assert [pull(end, check=check) for _ in range(2)] == [[1] * 4] * 2
 
 
 def test_a_link_that_breaks_is_not_taken_for_a_lost_publisher_and_the_next_pull_has_a_new_group(world: World) -> None:
