@@ -26,12 +26,12 @@ from weight_sync import errors
 from weight_sync.errors import (
     DeviceError,
     DigestMismatch,
-    LeaseExpired,
     PlanMismatch,
     PublisherLost,
     PullTimeout,
     RelayStalled,
     ReplicaDirty,
+    SlotOverwritten,
     StaleEpoch,
     TransportUnusable,
     VersionUnavailable,

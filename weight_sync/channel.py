@@ -1,17 +1,16 @@
 """The control line: a server on each party, and the clients that ask it. Only holders of the run's keys get in.
 
     receiver (DEALER)                              publisher (ROUTER, its own thread)
-      lease(version, worker, ttl) ──────────────────> granted(slot, generation, digests of this worker's runs) | pending
-      renew(lease, ttl) ────────────────────────────> renewed
-      release(lease, slot, generation) ─────────────> released(intact?)
-      drop() ───────────────────────────────────────> dropped
+      check(worker, slot, generation) ──────────────> checked(intact?, digests of this worker's runs)
 
-    coordinator (one ROUTER for all workers)       receiver (ROUTER, its own thread)
-      prefetch(version, deadline) ──────────────────> arrived, once it has; or the error that ended the pull
+    coordinator (one ROUTER for all)               publisher
+      pin(version, ttl), again to renew ────────────> pinned(slot, generation), once it is sealed
+      unpin(version) ───────────────────────────────> ok
+      replica_left(name) ───────────────────────────> ok
+                                                   receiver (ROUTER, its own thread)
+      prefetch(version, slots, deadline) ───────────> arrived, once it has; or the error that ended the pull
       link(routes) ─────────────────────────────────> linked
-      ping ─────────────────────────────────────────> pong, immediately whatever else the worker does
-                                                     publisher
-      replica_left(name) ───────────────────────────> dropped
+      ping ─────────────────────────────────────────> pong, immediately whatever else the process does
 
 Lines are encrypted and authenticated by CurveZMQ. Every server makes a key pair of its own and returns the public half
 when it is opened, so a client speaks to exactly that process, never to another one on a reused port. Clients use the
@@ -65,12 +64,16 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 1024 * 1024
 """A receiver that reads run by run names each of its runs; a 70B model has some thousands."""
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
-"""A lease answer carries one 64-bit digest per run."""
+"""The answer to a check carries one 64-bit digest per run."""
 HANDSHAKE_S = 5.0
 """A connection that has not shown its key by then is closed."""
 HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 2.0, 10.0
 """Connections to hosts that vanished are closed after this time."""
 RESEND_S = 1.0
+PING_S = 1.0
+"""How often a peer that takes long to answer is asked whether it is there."""
+SILENCE_S = 10.0
+"""A control thread answers a ping in well under a millisecond, so a peer that does not is stopped or gone."""
 CHECK_S = 0.05
 """Interval at which a waiting client calls its `check`."""
 SPARE_FILES = 256
@@ -81,7 +84,7 @@ ZAP = "inproc://zeromq.zap.01"
 R = TypeVar("R")
 Clock = Callable[[], float]
 Check = Callable[[], None]
-Handler = Callable[[str, Request], "Response | Future[Response]"]
+Handler = Callable[[str, Request], "Response | Future[Any]"]
 """(sender, request) -> response, or a future of it. Must not block: the thread answers everyone. What it raises, or the
 future, reaches the client as `Refused`; errors of this package keep their type."""
 
@@ -332,8 +335,12 @@ class Line(NamedTuple):
     routing_id: bytes
 
 
+class PeerSilent(TimeoutError):
+    """A peer does not answer pings, so it is dead, stopped or unreachable."""
+
+
 class Switchboard:
-    """The coordinator's lines to all workers, and to learners when a replica leaves: one socket of its event loop."""
+    """The coordinator's lines to all workers and learners: one socket of its event loop."""
 
     def __init__(self, keys: RunKeys, *, epoch: int, sender: str = "coordinator") -> None:
         self._keys = keys
@@ -399,6 +406,8 @@ class Switchboard:
         try:
             async with asyncio.timeout(deadline_s):
                 while not answer.done():
+                    if line not in self._lines:
+                        raise WeightSyncError(f"the line to {line.peer} was hung up")
                     # Not to be routed: the connection is being made. Full: the worker reads nothing.
                     with contextlib.suppress(zmq.Again, zmq.ZMQError):
                         await self._router.send_multipart([line.routing_id, frame], zmq.NOBLOCK)
@@ -412,6 +421,26 @@ class Switchboard:
         finally:
             del self._answers[request_id]
         return _checked(answer.result(), kind, line.peer)
+
+    async def ask_patiently(self, line: Line, request: Request, kind: type[R], *, deadline_s: float) -> R:
+        """As `ask`, for what takes a while: a peer that answers nothing else is pinged meanwhile.
+
+        Raises:
+            PeerSilent: it does not answer pings for `SILENCE_S`.
+        """
+        asking = asyncio.ensure_future(self.ask(line, request, kind, deadline_s=deadline_s))
+        try:
+            while not (await asyncio.wait({asking}, timeout=PING_S))[0]:
+                pinging = asyncio.ensure_future(self.ask(line, Ping(), Pong, deadline_s=SILENCE_S))
+                try:
+                    await asyncio.wait({asking, pinging}, return_when=asyncio.FIRST_COMPLETED)
+                    if not asking.done() and isinstance(pinging.exception(), TimeoutError):
+                        raise PeerSilent(str(pinging.exception()))
+                finally:
+                    pinging.cancel()
+            return asking.result()
+        finally:
+            asking.cancel()
 
     def close(self) -> None:
         """Hang up everywhere. Idempotent."""

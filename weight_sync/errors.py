@@ -11,8 +11,8 @@ class PlanMismatch(WeightSyncError):
     """Learner and engine do not agree on names, shapes, dtypes or the plan digest. Raised before a byte moves."""
 
 
-class LeaseExpired(WeightSyncError):
-    """A receiver read from a slot longer than its lease allowed; what it read must not be committed."""
+class SlotOverwritten(WeightSyncError):
+    """A slot was packed again while it was read; what was read must not be committed."""
 
 
 class PullTimeout(WeightSyncError):
@@ -36,7 +36,7 @@ class StaleEpoch(WeightSyncError):
 
 
 class VersionUnavailable(WeightSyncError):
-    """A publisher does not hold the version asked for: not published yet, superseded before it was leased, or not
+    """A publisher does not hold the version asked for: not published yet, superseded before it was pinned, or not
     sealed for the reason that the message gives."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -142,8 +142,6 @@ class OpenReceiver(Opening, frozen=True, kw_only=True):
     """As in `OpenPublisher`."""
     relay: bool
     """Offer what arrives here to other replicas of this node."""
-    lease_s: float = 10.0
-    """A lease is renewed at half this time while a pull goes on, and frees its slot if the receiver dies."""
 
 
 class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,10 +196,6 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: int
     version: int
-    lease_s: float
-    """From the request for the version until its first byte could be read."""
-    seal_s: float
-    """The slowest learner's digest and seal of this version."""
     pull_s: float
     pull_by_source: dict[int, float]
     """Learner rank -> seconds."""
@@ -394,25 +388,24 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """Are you there? The control thread itself answers, whatever else the process does."""
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="lease"):
+class Pin(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pin"):
+    """From the coordinator: keep the version for so long, counted from the seal if it is not sealed yet. A repeated
+    pin counts anew. Answered once the version is sealed."""
+
     version: int
+    ttl_s: float
+
+
+class Unpin(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="unpin"):
+    version: int
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="check"):
+    """From a receiver that has read all it needs of a slot: is that whole, and what were its digests?"""
+
     worker: int
-    ttl_s: float
-
-
-class RenewRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="renew"):
-    lease_id: int
-    ttl_s: float
-
-
-class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="release"):
-    lease_id: int
     slot: int
     generation: int
-
-
-class DropRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="drop"):
-    """End the lease that I have, if I have one: perhaps the answer to a question that I waited for no longer."""
 
 
 class ReplicaLeft(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="replica_left"):
@@ -421,19 +414,26 @@ class ReplicaLeft(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
     replica: str
 
 
+class SlotAt(NamedTuple):
+    """Where a learner rank holds a version."""
+
+    rank: int
+    slot: int
+    generation: int
+    """Another one afterwards shows that the slot was packed again while it was read."""
+
+
 class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prefetch"):
     version: int
+    slots: tuple[SlotAt, ...]
+    """At every learner rank. Pinned until every replica of the sync has read them."""
     deadline_s: float
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
-    """The version is here and verified (staged), or held at every learner (in place). Sent when that is so."""
+    """The version is here and verified; in place, the worker knows where to read it. Sent when that is so."""
 
     version: int
-
-
-class Pending(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pending"):
-    """The version is packed and being sealed: ask again in a moment."""
 
 
 class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="link"):
@@ -468,26 +468,21 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
     pass
 
 
-class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="granted"):
-    lease_id: int
+class Pinned(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pinned"):
     slot: int
     generation: int
-    digests: tuple[int, ...]
-    """One per run of the asking worker on this rank, in plan order; empty if the run does not verify."""
     seal_s: float
     """What digesting and sealing the version took, beside training."""
 
 
-class Renewed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="renewed"):
-    pass
-
-
-class Released(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="released"):
+class Checked(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="checked"):
     is_intact: bool
-    """The slot still holds what was leased, so what was read is whole."""
+    """The slot still is what was pinned, so what was read is whole."""
+    digests: tuple[int, ...]
+    """One per run of the asking worker on this rank, in plan order; empty if the run does not verify."""
 
 
-class Dropped(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="dropped"):
+class Ok(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="ok"):
     pass
 
 
@@ -546,33 +541,10 @@ TransportRequest = PairMeet | PairSend | PairWatch | PairDrop
 TransportResponse = PairMet | PairState
 
 
-Request = (
-    Ping
-    | LeaseRequest
-    | RenewRequest
-    | ReleaseRequest
-    | DropRequest
-    | ReplicaLeft
-    | PrefetchRequest
-    | LinkRequest
-    | AwaitRequest
-    | TransportRequest
-)
+Request = Ping | Pin | Unpin | Check | ReplicaLeft | PrefetchRequest | LinkRequest | AwaitRequest | TransportRequest
 
 
-Response = (
-    Pong
-    | LeaseGranted
-    | Pending
-    | Renewed
-    | Released
-    | Dropped
-    | Arrived
-    | Linked
-    | Available
-    | Refused
-    | TransportResponse
-)
+Response = Pong | Pinned | Checked | Ok | Arrived | Linked | Available | Refused | TransportResponse
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):

@@ -14,7 +14,8 @@ from tests.fakes import sync_world
 from tests.fakes.processes import Vitals, signal_and_see
 from weight_sync.channel import ControlClient
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.messages import LeaseGranted, ReleaseRequest
+from weight_sync.messages import Check
+from weight_sync.receive.receiver import WeightReceiver
 from weight_sync.transports import base
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
-State = Literal["opened", "packing", "sealed", "leased", "pulling", "pulled", "attested", "committing"]
+State = Literal["opened", "packing", "sealed", "pinned", "pulling", "pulled", "attested", "committing"]
 
 
 class Trapped:
@@ -33,6 +34,8 @@ class Trapped:
         self._armed: tuple[State, int, int] | None = None
         self.is_committing = False
         """Set around a commit, whose copies are the only ones that are not part of a pull."""
+        self.has_read = False
+        """Something of the version that is being brought."""
         _watch_protocol(self)
 
     def see_trap(self, state: State, number: int, pid: int | None) -> None:
@@ -65,6 +68,7 @@ class Trapped:
 def _watch_protocol(traps: Trapped) -> None:
     """Once in a process."""
     local_tensors, ask, synchronize = sync_world.local_tensors, ControlClient.ask, CpuBackend.synchronize
+    prefetch = WeightReceiver.prefetch
 
     class Shards(dict[str, "torch.Tensor"]):
         """A pack has begun when it looks at the first shard."""
@@ -81,12 +85,14 @@ def _watch_protocol(traps: Trapped) -> None:
         return Shards(local_tensors(dict(full), **of_rank))
 
     def asked(self: Any, request: Any, kind: type[Any], **options: Any) -> Any:
-        if isinstance(request, ReleaseRequest):
+        if isinstance(request, Check) and traps.has_read:
             traps.reach("attested")
-        answer = ask(self, request, kind, **options)
-        if isinstance(answer, LeaseGranted):
-            traps.reach("leased")
-        return answer
+        return ask(self, request, kind, **options)
+
+    def prefetched(self: Any, *args: Any, **options: Any) -> Any:
+        traps.has_read = False
+        traps.reach("pinned")
+        return prefetch(self, *args, **options)
 
     def synchronized(self: CpuBackend, stream: Any | None = None) -> None:
         if traps.is_committing:
@@ -94,6 +100,7 @@ def _watch_protocol(traps: Trapped) -> None:
         synchronize(self, stream)
 
     sync_world.local_tensors, ControlClient.ask, CpuBackend.synchronize = watched, asked, synchronized
+    WeightReceiver.prefetch = prefetched
     _watch_pulls(base.SourceReader, traps)
 
 
@@ -111,6 +118,7 @@ def _watch_pulls(kind: type[Any], traps: Trapped) -> None:
             traps.reach("pulling")
 
         original(self, *args, check=checked, **options)
+        traps.has_read = True
         traps.reach("pulled")
 
     kind.pull = pull

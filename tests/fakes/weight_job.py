@@ -24,13 +24,13 @@ from tests.fakes.protocol_traps import Trapped
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, expected_engine, full_weights
 from weight_sync.control.coordinator import SyncCoordinator
 from weight_sync.control.epoch import SyncOptions
-from weight_sync.messages import CommitResult, OpenReceiver, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
     from multiprocessing.connection import Connection
 
     from tests.fakes.protocol_traps import State
+    from weight_sync.messages import CommitResult
 
 POOL_SIZE = 8
 """As many calls of workers may be under way in a replica."""
@@ -40,7 +40,6 @@ POOL_SIZE = 8
 class Patience:
     """How long things may take in a replica."""
 
-    lease_s: float = 10.0
     pause_limit_s: float = 60.0
 
 
@@ -86,15 +85,12 @@ class LearnerParty(LocalPublisher, Party):
             )
         return {peer: pair.state().num_sent for peer, pair in pairs.items()}
 
-    def see_slot(self) -> tuple[float, int | None, dict[str, float]]:
-        """A moment of the arena's clock, the version in slot 0 then (None while it is packed), and when whose leases
-        end."""
+    def see_slot(self) -> tuple[int | None, str]:
+        """The version in slot 0, and the state of that."""
         epoch = self.publisher._epoch
         assert epoch is not None
-        with epoch.arena._changed:
-            slot = epoch.arena._table.slots[0]
-            leases = {lease.holder: lease.expires_at for lease in slot.leases.values()}
-            return epoch.arena._clock(), slot.version, leases
+        slot = epoch.table.slots[0]
+        return slot.version, slot.state.value
 
     def ws_open(self, request: bytes) -> bytes:
         answer = super().ws_open(request)
@@ -133,8 +129,6 @@ class ReplicaParty(Looped):
         self._gate = EngineGate(resume=self._resume, give_up=self._give_up, pause_limit_s=patience.pause_limit_s)
 
     def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[bytes]:
-        if method == "ws_open":
-            args = (encode(msgspec.structs.replace(decode(args[0], OpenReceiver), lease_s=self._patience.lease_s)),)
         answer = self._run(self.replica.call(method, *args, timeout_s=timeout_s))
         if method == "ws_open":
             self.reach("opened")

@@ -41,7 +41,7 @@ DEADLINE_S = 120.0
 
 TRAFFIC = {
     "control_answered", "control_refused", "versions_superseded",
-    "leases_expired", "relays", "relayed_bytes",
+    "pins_expired", "relays", "relayed_bytes",
 }  # fmt: skip
 """Counters of what was done, which grow with every sync. All others count what was made, and must not."""
 MIB = 1 << 20

@@ -33,7 +33,7 @@ from tests.fakes.virtual_time import run_virtual
 from tests.fakes.weight_job import CoordinatorProcess, LearnerProcess, Patience, WeightJob
 from tests.golden.clocks import logged
 from tests.golden.sync_engines import PACKED, Saved
-from weight_sync import errors
+from weight_sync import channel, errors
 from weight_sync.bench.__main__ import parser as bench_parser
 from weight_sync.control import coordinator as coordinators
 from weight_sync.control import members
@@ -43,20 +43,21 @@ from weight_sync.errors import DeviceError
 from weight_sync.messages import (
     Arrived,
     CommitResult,
+    Ok,
     PackReport,
-    Ping,
-    Pong,
+    Pinned,
     PrefetchRequest,
     PullReport,
     ReplicaTimes,
     Reply,
     SyncReport,
+    Unpin,
     encode,
 )
 from weight_sync.plan.planner import DTYPE_BYTES, build_plan, check_plan
 from weight_sync.plan.types import EngineParam, ParamMeta, RankShards, RecordedCopy, ShardBox, WorkerLayout
 from weight_sync.publish.shards import local_shards
-from weight_sync.publish.slots import Arena, SlotTable
+from weight_sync.publish.slots import SlotTable
 from weight_sync.receive.recorder import record
 from weight_sync.vllm.lora import AdapterSlot
 
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 
 ERRORS = {
     "PlanMismatch": errors.PlanMismatch,
-    "SlotOverwritten": errors.LeaseExpired,
+    "SlotOverwritten": errors.SlotOverwritten,
     "PullTimeout": errors.PullTimeout,
     "DigestMismatch": errors.DigestMismatch,
     "ReplicaDirty": errors.ReplicaDirty,
@@ -360,52 +361,58 @@ class Slots:
     """The slots of one rank. A version is held by one party at most; holding it again gives it more time."""
 
     def __init__(self, num_slots: int) -> None:
-        self._table = SlotTable(num_slots)
-        self._packing: tuple[int, int] | None = None
+        self._table = SlotTable(num_slots, clock=lambda: self.now)
+        self._packing: int | None = None
         self._held: dict[int, Any] = {}
         self.now = 0.0
 
     def pack(self, version: int) -> str:
         """Begin; "waits" if no slot can be taken."""
         try:
-            index = self._table.begin(version, now=self.now)
+            self._packing = self._table.try_begin(version)
         except ValueError as error:
             return " ".join(told(error))
-        if index is None:
-            return "waits"
-        self._packing = (index, version)
-        return "packs"
+        return "waits" if self._packing is None else "packs"
 
     def packed(self, *, is_good: bool) -> str:
         """The pack has ended."""
         assert self._packing is not None
-        (index, version), self._packing = self._packing, None
+        index, self._packing = self._packing, None
         if is_good:
-            self._table.seal(index, version)
+            self._table.seal(index)
         else:
-            self._table.abort(index)
+            self._table.abort(index, "the pack failed")
         return "sealed" if is_good else "free"
 
     def hold(self, version: int, ttl_s: float) -> str:
         try:
-            self._held[version] = self._table.lease(version, holder=str(version), ttl_s=ttl_s, now=self.now)
+            pinned = self._table.pin(version, ttl_s)
         except errors.VersionUnavailable as error:
             return told(error)[0]
+        if not pinned.done():
+            self._table.unpin(version)
+            return "not packed yet"
+        self._held[version] = pinned.result()
         return "held"
 
     def let_go(self, version: int) -> str:
         """Whether what was read is whole."""
         if version not in self._held:
             return "was not held"
-        lease = self._held.pop(version)
-        is_intact = self._table.release(lease.lease_id, slot=lease.slot, generation=lease.generation)
+        pinned = self._held.pop(version)
+        self._table.unpin(version)
+        is_intact = self._table.holding(pinned.slot, pinned.generation) is not None
         return "intact" if is_intact else "overwritten"
 
     def states(self) -> list[str]:
         """Of each slot, in no order."""
-        words = {"serving": "held"}
-        states = ((slot.state(self.now).value, slot.version) for slot in self._table.slots)
-        return sorted(words.get(state, state) + ("" if version is None else f" {version}") for state, version in states)
+        self._table.slot_of(0)  # time has passed
+        words = {"pinned": "held"}
+        states = ((slot.state.value, slot.version) for slot in self._table.slots)
+        return sorted(
+            words.get(state, state) + ("" if version is None or state == "packing" else f" {version}")
+            for state, version in states
+        )
 
 
 # Membership
@@ -448,7 +455,7 @@ class _Engine:
             reply = Reply(ok=False, error="PullTimeout", message="the version did not arrive", dirty=how == "dirty")
             return CommitResult(results=[encode(reply)], pause_s=1.0)
         self.version = version
-        numbers = dict.fromkeys(("lease_s", "seal_s", "attest_s", "commit_s"), 0.1)
+        numbers = dict.fromkeys(("attest_s", "commit_s"), 0.1)
         counts = dict.fromkeys(("nbytes", "num_runs"), 1) | dict.fromkeys(("num_retries", "num_stalls"), 0)
         report = PullReport(
             worker=0, version=version, pull_s=2.0, pull_by_source={0: 2.0}, counters={}, **numbers, **counts
@@ -457,13 +464,13 @@ class _Engine:
 
 
 class _Learner:
-    """Keeps the last two versions, and what is being read."""
+    """Keeps the last two versions, and what is pinned."""
 
     rank = 0
 
     def __init__(self) -> None:
         self.versions: list[int] = []
-        self.read: list[int] = []
+        self.pinned = set[int]()
 
     async def publish(self, version: int) -> list[bytes]:
         await asyncio.sleep(1.0)
@@ -485,24 +492,16 @@ class _Lines:
 
     def hang_up(self, line: str) -> None: ...
 
-    async def ask(self, line: str, request: object, kind: type, *, deadline_s: float) -> object:
+    async def ask_patiently(self, line: str, request: object, kind: type, *, deadline_s: float) -> object:
         engine = self._engines[line.partition("/")[0]]
-        if isinstance(request, Ping) and not engine.is_dead:
-            return Pong()
         how = ""
         if isinstance(request, PrefetchRequest):
             how = engine.fault("pull")
-            held = [*engine.learner.versions, *engine.learner.read]
-            if request.version not in held:
-                raise errors.VersionUnavailable(f"version {request.version} is not held here, held: {held}")
-            engine.learner.read.append(request.version)
         if engine.is_dead:
             await asyncio.sleep(deadline_s)
             raise TimeoutError(f"{engine.name} is gone")
         assert isinstance(request, PrefetchRequest)
         await asyncio.sleep(8.0 if how == "is slow" else 2.0)
-        if request.version in engine.learner.read:
-            engine.learner.read.remove(request.version)
         if how == "fails":
             raise errors.DigestMismatch(f"version {request.version} did not arrive whole")
         return Arrived(version=request.version)
@@ -534,6 +533,17 @@ class _Opener:
     async def part(self, *_: Any) -> None: ...
 
     async def forget(self, *_: Any) -> None: ...
+
+    async def on_learners(self, _agreement: Any, request: Any, _kind: type, *, deadline_s: float) -> dict[int, Any]:
+        learner, version = self._learner, request.version
+        if isinstance(request, Unpin):
+            learner.pinned.discard(version)
+            return {0: Ok()}
+        held = sorted({*learner.versions, *learner.pinned})
+        if version not in held:
+            raise errors.VersionUnavailable(f"version {version} is not held here, held: {held}")
+        learner.pinned.add(version)
+        return {0: Pinned(slot=0, generation=version, seal_s=0.1)}
 
     def hang_up(self) -> None: ...
 
@@ -649,19 +659,19 @@ class _Membership:
 def refused_calls() -> dict[str, list[str]]:
     """Calls out of order or with nonsense, and what a user reads."""
     now = 0.0
-    arena = Arena(1, clock=lambda: now)
-    arena.seal(arena.begin(1, deadline_s=0.0), 1)
-    arena.lease(1, holder="r0/0", ttl_s=10.0)
+    table = SlotTable(1, clock=lambda: now)
+    table.seal(table.begin(1, deadline_s=0.0))
+    table.pin(1, 10.0)
     publisher, replica = LocalPublisher(0, 1, full_weights(0)), LocalReplica("r0")
     receiver: Any = replica.receivers[0]
     handles: Any = [publisher], [replica]
     coordinator = SyncCoordinator(*handles, options=SyncOptions())
     calls: dict[str, Callable[[], Any]] = {
-        "publish, every slot is read": lambda: arena.begin(2, deadline_s=0.0),
-        "read a version that is gone": lambda: arena.lease(3, holder="r0/0", ttl_s=1.0),
+        "publish, every slot is read": lambda: table.begin(2, deadline_s=0.0),
+        "read a version that is gone": lambda: table.pin(3, 1.0),
         "publish, not opened": lambda: publisher.ws_publish(1, 1.0),
         "open a publisher with nonsense": lambda: publisher.ws_open(b"nonsense"),
-        "prefetch, not opened": lambda: receiver.prefetch(1, deadline_s=1.0),
+        "prefetch, not opened": lambda: receiver.prefetch(1, (), deadline_s=1.0),
         "commit, not opened": lambda: receiver.commit(1, deadline_s=1.0),
         "no replica": lambda: SyncCoordinator(handles[0], [], options=SyncOptions()),
         "one name twice": lambda: SyncCoordinator(handles[0], [*handles[1]] * 2, options=SyncOptions()),
@@ -713,7 +723,7 @@ def _types(value: Any) -> Any:
 # Parties that die
 
 TIMEOUT_S, OPEN_S = 1.5, 3.0
-STATES = {"granted": "leased"}
+STATES = {"granted": "pinned"}
 """Golden name of a state of the protocol -> its name in the traps, where they differ."""
 FAILURES = (errors.WeightSyncError, TimeoutError, ConnectionError)
 
@@ -730,7 +740,8 @@ def lost(victim: str, state: str, how: str, *, commit: str = "staged", transport
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(members, "ANSWER_S", 0.3)
         patch.setattr(coordinators, "ANSWER_S", 0.3)
-        patch.setattr(members, "PING_S", 0.1)
+        patch.setattr(channel, "PING_S", 0.1)
+        patch.setattr(members, "WATCH_AFTER_S", 0.1)
         return asyncio.run(_World(commit, transport).lose(victim, STATES.get(state, state), number))
 
 
@@ -744,7 +755,7 @@ def _start_fork_server() -> None:
 
 class _World(WeightJob):
     def __init__(self, commit: str, transport: str) -> None:
-        super().__init__(commit=commit, transport=transport, patience=Patience(lease_s=0.4))
+        super().__init__(commit=commit, transport=transport, patience=Patience())
 
     async def lose(self, victim: str, state: Any, number: int) -> dict[str, Any]:
         try:

@@ -1,10 +1,10 @@
 """What the real `SyncCoordinator` talks to in a simulation: one learner's slots, workers' control lines, engine hosts.
 
-    SyncCoordinator ──ws_publish──> Learner (the real SlotTable)
-          │   └────── prefetch, poll ──> Line ──lease, release──┘
-          └────────── commit ──────────> Host ──> ScriptedReplica
+    SyncCoordinator ──ws_publish, pin, unpin──> Learner (the real SlotTable)
+          │   └────── prefetch ──> Lines ──── is it whole? ──────┘
+          └────────── commit ──> Host ──> ScriptedReplica
 
-No bytes move; what is held, leased, written over and missed is as it would be.
+No bytes move; what is held, pinned, written over and missed is as it would be.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from weight_sync.errors import PullTimeout, VersionUnavailable
 from weight_sync.messages import (
     Arrived,
     CommitResult,
+    Ok,
     PackReport,
-    Ping,
-    Pong,
+    Pin,
+    Pinned,
     PrefetchRequest,
     PullReport,
     Reply,
+    Unpin,
     encode,
 )
 from weight_sync.publish.slots import SlotTable
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from tests.fakes.scripted_replica import ScriptedReplica
     from tests.simulation.fleet import Fleet
     from weight_sync.control.members import Member
-    from weight_sync.publish.slots import Lease
 
 TIMEOUT_S = 100_000.0
 """Of a sync: slow ones are no failures here."""
@@ -54,7 +55,7 @@ class Learner:
     rank = 0
 
     def __init__(self, fleet: Fleet) -> None:
-        self.slots = SlotTable(fleet.plan.num_arena_slots)
+        self.slots = SlotTable(fleet.plan.num_arena_slots, clock=now)
         self.num_missing = 0
         """Versions that somebody asked for too late."""
         self._fleet = fleet
@@ -62,17 +63,17 @@ class Learner:
         self.num_missing_while_packing = 0
 
     async def publish(self, version: int) -> list[bytes]:
-        while (slot := self.slots.begin(version, now=now())) is None:
+        while (slot := self.slots.try_begin(version)) is None:
             await asyncio.sleep(LOOK_S)
         self._is_packing = True
         await asyncio.sleep(self._fleet.plan.pack_s)
-        self.slots.seal(slot, version)
+        self.slots.seal(slot)
         self._is_packing = False
         return [encode(PackReport(rank=0, version=version, slot=slot, nbytes=1, wait_s=0.0, pack_s=0.01, counters={}))]
 
-    def lease(self, version: int, holder: str, ttl_s: float) -> Lease:
+    def pin(self, version: int, ttl_s: float) -> Pinned:
         try:
-            return self.slots.lease(version, holder=holder, ttl_s=ttl_s, now=now())
+            return self.slots.pin(version, ttl_s).result(0)
         except VersionUnavailable:
             self.num_missing += 1
             self.num_missing_while_packing += self._is_packing
@@ -110,8 +111,6 @@ class Host:
         report = PullReport(
             worker=0,
             version=version,
-            lease_s=0.0,
-            seal_s=0.0,
             pull_s=1.0,
             pull_by_source={0: 1.0},
             attest_s=0.0,
@@ -130,45 +129,31 @@ class Lines:
 
     def __init__(self, host: Host, fleet: Fleet) -> None:
         self._host, self._fleet = host, fleet
-        self._lease: Lease | None = None
 
     def dial(self, peer: str, address: object) -> str:
         return peer
 
-    def hang_up(self, line: str) -> None:
-        self._end()
+    def hang_up(self, line: str) -> None: ...
 
-    async def ask(self, line: str, request: object, kind: type, *, deadline_s: float) -> object:
+    async def ask_patiently(self, line: str, request: object, kind: type, *, deadline_s: float) -> object:
         if self._host.replica.is_dead:
             await asyncio.sleep(deadline_s)
             raise TimeoutError(f"{self._host.name} is dead")
         match request:
-            case Ping():
-                return Pong()
             case PrefetchRequest():
-                return await self._pull(request.version, request.deadline_s)
+                return await self._pull(request)
             case _:
                 raise AssertionError(f"unexpected {request}")
 
-    async def _pull(self, version: int, ttl_s: float) -> Arrived:
-        self._end()
-        rng, plan = self._fleet.rng, self._fleet.plan
+    async def _pull(self, request: PrefetchRequest) -> Arrived:
+        rng, plan, version = self._fleet.rng, self._fleet.plan, request.version
         fails = rng.random() < plan.failed_pull_frac and version > 0  # a run whose first sync fails has not begun
-        if not fails:  # such a one never comes as far as to read
-            self._lease = self._fleet.learner.lease(version, self._host.name, ttl_s)
         await asyncio.sleep(plan.sync_s / 3 * rng.paretovariate(1.5))
-        self._end()
         if fails:
             raise PullTimeout(f"version {version} did not arrive")
+        for _, slot, generation in request.slots:
+            assert self._fleet.learner.slots.holding(slot, generation), "it was written over"
         return Arrived(version=version)
-
-    def _end(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            slots = self._fleet.learner.slots
-            is_held = lease in slots.live_leases(now())  # a replica that came back under its name may hold its own
-            is_whole = slots.release(lease.lease_id, slot=lease.slot, generation=lease.generation)
-            assert is_whole or not is_held, "it was written over"
 
 
 class Opener:
@@ -195,6 +180,17 @@ class Opener:
     async def part(self, _agreement: Any, _members: Sequence[Member], _within_s: float) -> None: ...
 
     async def forget(self, _agreement: Any, _replica: str, _within_s: float) -> None: ...
+
+    async def on_learners(self, _agreement: Any, request: Any, _kind: type, *, deadline_s: float) -> dict[int, Any]:
+        learner = self._fleet.learner
+        match request:
+            case Pin():
+                return {0: learner.pin(request.version, request.ttl_s)}
+            case Unpin():
+                learner.slots.unpin(request.version)
+                return {0: Ok()}
+            case _:
+                raise AssertionError(f"unexpected {request} within {deadline_s} s")
 
     def hang_up(self) -> None: ...
 

@@ -2,7 +2,7 @@
 
     open():     describe + bake ─> plan ─> open learners ─> open replicas (prove, map, probe) ─> ready
     publish(v): all learner ranks pack
-    sync(v):    all replicas prefetch beside generation
+    sync(v):    pin v at every learner rank; all replicas prefetch beside generation; unpin
                 then, at most half of them at a time:  [freeze lock] pause ─> commit ─> label ─> resume
 
     join(replica), leave(name): the others are not disturbed
@@ -31,7 +31,8 @@ from weight_sync.control.epoch import (
     part,
 )
 from weight_sync.control.members import ANSWER_S, Member, MemberState, Outcome, PublisherHandle, ReplicaHandle, nothing
-from weight_sync.errors import DigestMismatch, ReplicaDirty, VersionUnavailable, WeightSyncError
+from weight_sync.control.pins import VersionPin
+from weight_sync.errors import DigestMismatch, PullTimeout, ReplicaDirty, VersionUnavailable, WeightSyncError
 from weight_sync.messages import PackReport, PublishedDigests, ReplicaTimes, RunDigests, SyncReport, decode, open_reply
 
 if TYPE_CHECKING:
@@ -78,16 +79,19 @@ def sync_report(
     by_replica: Mapping[str, Outcome],
     *,
     packs: Sequence[PackReport],
+    pin: VersionPin,
     members: Collection[Member],
     started: float,
+    pinned: float,
     ended: float,
 ) -> SyncReport:
     """
     Args:
         by_replica: of the replicas that got the version, at least one.
         packs: of the learner ranks.
+        pin: of the version.
         members: all replicas, as they are after the sync.
-        started, ended: when it began and ended, on the coordinator's clock.
+        started, pinned, ended: when it began, could be read, and ended, on the coordinator's clock.
     """
     outcomes = by_replica.values()
     pulls = [report for outcome in outcomes for report in outcome.reports]
@@ -99,8 +103,8 @@ def sync_report(
     return SyncReport(
         version=version,
         pack_s=max(report.pack_s for report in packs),
-        seal_s=max(report.seal_s for report in pulls),
-        lease_s=max(report.lease_s for report in pulls),
+        seal_s=pin.seal_s,
+        lease_s=pinned - started,
         pull_s=max(report.pull_s for report in pulls),
         pull_by_source={rank: max(report.pull_by_source.get(rank, 0.0) for report in pulls) for rank in sorted(ranks)},
         pull_bytes_per_s=min((r.nbytes / r.pull_s for r in pulls if r.pull_s > 0), default=0.0),
@@ -125,8 +129,7 @@ def sync_report(
 def replica_times(outcome: Outcome, *, started: float) -> ReplicaTimes:
     """`started`: when the sync began, on the coordinator's clock. A pull in place begins with the pause."""
     live_at_s = outcome.live_at - started
-    lease_s = max(report.lease_s for report in outcome.reports)
-    pull_at_s = outcome.asked_at - started + lease_s if outcome.is_staged else live_at_s - outcome.pause_s
+    pull_at_s = outcome.asked_at - started if outcome.is_staged else live_at_s - outcome.pause_s
     return ReplicaTimes(
         is_staged=outcome.is_staged,
         pull_at_s=pull_at_s,
@@ -170,6 +173,8 @@ class SyncCoordinator:
         self._opener = EpochOpener(publishers, options=options, clock=clock)
         self._agreement: Agreement | None = None
         self._published: dict[int, list[PackReport]] = {}
+        self._pin: VersionPin | None = None
+        """The last one."""
         self._is_packing = False
         """The learners may be writing over the version that is published."""
         self._is_linked = True
@@ -230,17 +235,22 @@ class SyncCoordinator:
         """Let all learner ranks pack `version` from their current weights. Returns seconds of the slowest.
 
         Raises:
-            PullTimeout: a rank got no slot within `timeout_s`; its message names who reads from them.
+            PullTimeout: a rank got no slot within `timeout_s`; names the replicas that still read from them.
             WeightSyncError: (other) a rank could not; its message says why.
             TimeoutError: a rank did not answer.
         """
         timeout_s = self._options.timeout_s
         self._is_packing = True
         try:
-            # A rank that finds no free slot knows who reads from them: it is to say so before we stop waiting.
+            # A rank that finds no free slot is to say so before we stop waiting.
             answers = await self._opener.on_publishers("ws_publish", version, timeout_s, timeout_s=timeout_s + ANSWER_S)
             reports = [decode(answer, PackReport) for answer in answers]
             self._published = {version: reports}
+        except PullTimeout as error:
+            if self._pin is None or not self._pin.holders:
+                raise
+            readers = ", ".join(sorted(self._pin.holders))
+            raise PullTimeout(f"{error}; version {self._pin.version} is still read by {readers}") from error
         finally:
             self._is_packing = False
         return max(report.wait_s + report.pack_s for report in reports)
@@ -260,7 +270,9 @@ class SyncCoordinator:
             if not self._is_linked:
                 await self._relink()
             started = self._clock()  # after the wait
-            results = await self._bring(members, version, started + self._options.timeout_s)
+            pin = self._pin_of(version)
+            pin.pinned_at = None
+            results = await self._bring(members, pin, started + self._options.timeout_s)
             if any(member.state != "live" for member in members):
                 await self._relink()
         outcomes = {
@@ -272,7 +284,8 @@ class SyncCoordinator:
         if not outcomes:
             raise next(result for result in results if isinstance(result, BaseException))
         now, everyone = self._clock(), self._members.values()
-        return sync_report(version, outcomes, packs=packs, members=everyone, started=started, ended=now)
+        times = {"started": started, "pinned": min(started if pin.pinned_at is None else pin.pinned_at, now)}
+        return sync_report(version, outcomes, packs=packs, pin=pin, members=everyone, **times, ended=now)
 
     @asynccontextmanager
     async def _somebody_free(self) -> AsyncIterator[list[Member]]:
@@ -340,7 +353,7 @@ class SyncCoordinator:
         """Bring the newest version to a newcomer; a newer one may take its place meanwhile."""
         while self._published and member.live_version != max(self._published):
             version = max(self._published)
-            result = (await self._bring([member], version, give_up))[0]
+            result = (await self._bring([member], self._pin_of(version), give_up))[0]
             if isinstance(result, VersionUnavailable) and self._clock() < give_up:
                 if max(self._published) > version:
                     continue
@@ -404,10 +417,28 @@ class SyncCoordinator:
             leased = [member for member in self._members.values() if member.state == "live" and member.num_leases]
             await part(self._opener, self._agreement, leased, timeout_s=self._close_timeout_s)
 
-    async def _bring(self, members: Sequence[Member], version: int, give_up: float) -> list[Outcome | BaseException]:
+    async def _bring(self, members: Sequence[Member], pin: VersionPin, give_up: float) -> list[Outcome | BaseException]:
+        """Of each member, how it took the version. If the learners cannot hold it, that is no member's failure."""
+        found: dict[str, Outcome | BaseException] = {m.name: o for m in members if (o := m.outcome_of(pin.version))}
+        lacking = [member for member in members if member.name not in found]
         turnstile = asyncio.Semaphore(max(1, len(members) // 2) if self._options.rolling else len(members))
-        calls = (member.bring(version, give_up=give_up, turnstile=turnstile) for member in members)
-        return await asyncio.gather(*calls, return_exceptions=True)
+        try:
+            for member in lacking:
+                await pin.hold(member.name, give_up - self._clock())
+        except (WeightSyncError, TimeoutError) as error:
+            for member in lacking:
+                pin.release(member.name)
+            return [found.get(member.name, error) for member in members]
+        calls = (member.bring(pin, give_up=give_up, turnstile=turnstile) for member in lacking)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        found |= {member.name: result for member, result in zip(lacking, results, strict=True)}
+        return [found[member.name] for member in members]
+
+    def _pin_of(self, version: int) -> VersionPin:
+        """Shared by all that hold the version: the end of one must not unpin it for another."""
+        if self._pin is None or self._pin.version != version:
+            self._pin = VersionPin(self._opener, self._opened(), version, clock=self._clock)
+        return self._pin
 
     async def self_test(self) -> None:
         """Compare, run by run, the live parameters of every live replica with the learners' packed bytes.
@@ -420,9 +451,12 @@ class SyncCoordinator:
         if not self._published:
             raise WeightSyncError("nothing was published yet; publish and sync a version first")
         live = [member for member in self._members.values() if member.state == "live"]
-        await compare_with_learners(
-            self._opener, plan, live, version=max(self._published), timeout_s=self._options.timeout_s
-        )
+        timeout_s, pin = self._options.timeout_s, self._pin_of(max(self._published))
+        await pin.hold("self-test", timeout_s)
+        try:
+            await compare_with_learners(self._opener, plan, live, version=pin.version, timeout_s=timeout_s)
+        finally:
+            pin.release("self-test")
 
     @asynccontextmanager
     async def freeze(self, replica: str) -> AsyncIterator[int | None]:
@@ -495,6 +529,9 @@ class SyncCoordinator:
         await self._close_parties(agreement)
 
     async def _close_parties(self, agreement: Agreement | None) -> None:
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            await pin.close()
         members = list(self._members.values())
         await close_parties(self._opener, agreement, members, self._publishers, timeout_s=self._close_timeout_s)
 

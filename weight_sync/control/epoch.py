@@ -10,22 +10,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from weight_sync.channel import Switchboard, make_run_keys
+from weight_sync.channel import PeerSilent, Switchboard, make_run_keys
 from weight_sync.control.members import gather_all
-from weight_sync.errors import PlanMismatch, PullTimeout
+from weight_sync.errors import PlanMismatch, PublisherLost, PullTimeout, WeightSyncError
 from weight_sync.messages import (
     BakedLayout,
     BakeRequest,
     CommitMode,
-    Dropped,
     Linked,
     LinkRequest,
+    Ok,
     OpenPublisher,
     OpenReceiver,
+    Ping,
+    Pong,
     PublisherInfo,
     PublisherLayout,
     ReceiverInfo,
@@ -44,10 +46,12 @@ from weight_sync.transports.base import arena_bytes
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
+    from weight_sync.channel import Line
     from weight_sync.control.members import Member, PublisherHandle, ReplicaHandle
+    from weight_sync.messages import Request
     from weight_sync.plan.types import ParamMeta, Plan, WorkerLayout
 
-
+R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 
@@ -86,7 +90,8 @@ class EpochOpener:
         self._clock = clock
         self._keys = make_run_keys(secrets.token_hex(8))
         self._lines: Switchboard | None = None
-        """To the workers of this epoch."""
+        """To the workers and learners of this epoch."""
+        self._learners: dict[int, Line] = {}
         self._epoch = 0
 
     @property
@@ -102,6 +107,7 @@ class EpochOpener:
         """
         self._epoch += 1
         self.hang_up()
+        self._lines = Switchboard(self._keys, epoch=self._epoch)
         params, shards = await self._describe(give_up)
         baked, layout = await self._bake(params, members, give_up)
         first = members[0].name
@@ -117,7 +123,10 @@ class EpochOpener:
 
         shared = await asyncio.to_thread(plan)  # seconds for a large model; the loop has other things to do
         publishers = await self._open_publishers(shared, [shard.rank for shard in shards], give_up)
-        return Agreement(plan=shared, publishers=publishers, layout=baked[first])
+        agreement = Agreement(plan=shared, publishers=publishers, layout=baked[first])
+        self._learners = {info.rank: self._lines.dial(f"learner {info.rank}", info.address) for info in publishers}
+        await self.on_learners(agreement, Ping(), Pong, deadline_s=self.left(give_up))
+        return agreement
 
     async def check_layout(self, agreement: Agreement, member: Member, give_up: float) -> None:
         """
@@ -154,7 +163,7 @@ class EpochOpener:
 
         replies = await self._on_replicas(members, "ws_open", request, give_up)
         if self._lines is None:
-            self._lines = Switchboard(self._keys, epoch=self._epoch)
+            raise WeightSyncError("weight sync is not open; call open first")
         self._lines.expect(sum(map(len, replies.values())))
         for member in members:
             parties = enumerate(replies[member.name])
@@ -193,24 +202,34 @@ class EpochOpener:
 
         await gather_all(tell(m, index, request) for m in members for index, request in enumerate(requests[m.name]))
 
+    async def on_learners(
+        self, agreement: Agreement, request: Request, kind: type[R], *, deadline_s: float
+    ) -> dict[int, R]:
+        """Ask every learner's control thread, which may take its time to answer. Answers by rank.
+
+        Raises:
+            PublisherLost: one is silent.
+            PullTimeout: one did not answer within `deadline_s`.
+            WeightSyncError: (other) one refused. Every learner was asked all the same.
+        """
+        lines, ranks = self._lines, [info.rank for info in agreement.publishers]
+        if lines is None:
+            raise WeightSyncError("weight sync is not open; call open first")
+        asking = (lines.ask_patiently(self._learners[rank], request, kind, deadline_s=deadline_s) for rank in ranks)
+        try:
+            return dict(zip(ranks, await gather_all(asking), strict=True))
+        except PeerSilent as error:
+            raise PublisherLost(str(error)) from error
+        except TimeoutError as error:
+            raise PullTimeout(str(error)) from error
+
     async def forget(self, agreement: Agreement, replica: str, within_s: float) -> None:
         """Let every learner free what it keeps for a replica that left.
 
         Raises:
-            WeightSyncError, TimeoutError: a learner did not answer; the others were told all the same.
+            WeightSyncError: a learner did not answer; the others were told all the same.
         """
-        lines = self._lines
-        if lines is None:
-            return
-
-        async def tell(info: PublisherInfo) -> None:
-            line = lines.dial(f"learner {info.rank}", info.address)
-            try:
-                await lines.ask(line, ReplicaLeft(replica=replica), Dropped, deadline_s=within_s)
-            finally:
-                lines.hang_up(line)
-
-        await gather_all(tell(info) for info in agreement.publishers)
+        await self.on_learners(agreement, ReplicaLeft(replica=replica), Ok, deadline_s=within_s)
 
     def hang_up(self) -> None:
         """Close the lines to all workers. Idempotent."""

@@ -12,8 +12,6 @@ from weight_sync.errors import PullTimeout, ReplicaDirty, VersionUnavailable, We
 from weight_sync.messages import (
     Arrived,
     CommitResult,
-    Ping,
-    Pong,
     PrefetchRequest,
     PullReport,
     ReceiverInfo,
@@ -25,15 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     from weight_sync.channel import Line, Switchboard
+    from weight_sync.control.pins import VersionPin
     from weight_sync.messages import Request
 
 
 log = logging.getLogger(__name__)
 
-PING_S = 1.0
-"""How often a worker that has not brought its version is asked whether it is there."""
-SILENCE_S = 10.0
-"""A control thread answers a ping in well under a millisecond, so a worker that does not is stopped or gone."""
+WATCH_AFTER_S = 1.0
+"""The host of a replica that has not brought its version by then is asked whether the engine lives."""
 ATTEMPTS = 2
 ANSWER_S = 5.0
 """A worker bounds its own time; its host gets this much longer before we stop waiting for the answer."""
@@ -125,12 +122,12 @@ class Member:
         """Ask the worker with this index.
 
         Raises:
-            TimeoutError: no answer within `deadline_s`.
+            TimeoutError: no answer within `deadline_s`, or none to pings.
             WeightSyncError: (its subclass) it refused, or there is no line to it.
         """
         if self._switchboard is None or index >= len(self._lines):
             raise WeightSyncError(f"{self.name} is not connected; it must join the epoch first")
-        return await self._switchboard.ask(self._lines[index], request, kind, deadline_s=deadline_s)
+        return await self._switchboard.ask_patiently(self._lines[index], request, kind, deadline_s=deadline_s)
 
     async def pass_by(self) -> None:
         """Say that a sync passes it by, to each lease once. Nothing to say without a lease."""
@@ -146,8 +143,13 @@ class Member:
         if before_passed in self.before_passed:
             self.before_passed.remove(before_passed)
 
-    async def bring(self, version: int, *, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
-        """Consumes: a published version; nothing to do if it is live here, or a newer one, which came while it waited.
+    def outcome_of(self, version: int) -> Outcome | None:
+        """How this version went live, or a newer one, which came while this one waited; None if neither did."""
+        has_it = self.live_version is not None and self.live_version >= version
+        return self._last if has_it else None
+
+    async def bring(self, pin: VersionPin, *, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
+        """Consumes: a version that is pinned for this replica; releases it.
         Waits for: the pull, the freeze lock, its turn to pause.
         Unblocked by: the deadline, of which a first attempt gets half; the end of a freeze.
 
@@ -155,13 +157,18 @@ class Member:
             VersionUnavailable: the learners do not hold the version any more; the replica is as it was.
             WeightSyncError, TimeoutError: the replica did not take the version and is marked dead or dirty.
         """
-        if self._last is not None and self.live_version is not None and self.live_version >= version:
-            return self._last
+        try:
+            return await self._bring(pin, give_up, turnstile)
+        finally:
+            pin.release(self.name)
+
+    async def _bring(self, pin: VersionPin, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
+        version = pin.version
         error: Exception = WeightSyncError("not tried")
         is_dirty = False
         for attempt in range(ATTEMPTS):
             try:
-                outcome = await self._prefetch_and_commit(version, self._attempt_deadline(attempt, give_up), turnstile)
+                outcome = await self._prefetch_and_commit(pin, self._attempt_deadline(attempt, give_up), turnstile)
             except VersionUnavailable:
                 if is_dirty:
                     self.state = "dirty"
@@ -185,16 +192,22 @@ class Member:
         log.error("%s is %s and left out until it joins again: %s", self.handle.name, self.state, error)
         raise error
 
-    async def _prefetch_and_commit(self, version: int, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
-        name, handle = self.handle.name, self.handle
+    async def _prefetch_and_commit(self, pin: VersionPin, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
+        name, handle, version = self.handle.name, self.handle, pin.version
+        is_staged = all(info.commit == "staged" for info in self.workers)
+        await pin.hold(name, self._left(version, give_up))
         asked_at = self._clock()
-        await self._prefetch(version, give_up)
+        await self._prefetch(pin, give_up)
         waiting_since = self._clock()
+        if is_staged or self.commit_lock.locked():
+            pin.release(name)  # it has what it needs, or is frozen: the learner does not wait for an evaluation
         async with self.commit_lock, turnstile:
             # Waiting for an evaluation to end is nobody's failure, so it does not shorten the time to commit.
             left_s = give_up - waiting_since
             if left_s <= 0:
                 raise PullTimeout(f"{name}: no time is left to commit version {version}")
+            if not is_staged:
+                await pin.hold(name, left_s)
             result = await handle.commit(version, "ws_commit", version, left_s, timeout_s=left_s + ANSWER_S)
             live_at = self._clock()
         try:
@@ -211,24 +224,24 @@ class Member:
             drain_s=result.drain_s,
             resume_s=result.resume_s,
             asked_at=asked_at,
-            is_staged=all(info.commit == "staged" for info in self.workers),
+            is_staged=is_staged,
             live_at=live_at,
             num_retries=sum(report.num_retries for report in reports),
         )
 
-    async def _prefetch(self, version: int, give_up: float) -> None:
+    async def _prefetch(self, pin: VersionPin, give_up: float) -> None:
         """Until the version is at every worker. Consumes: their replies. Waits for: the pulls, over the workers' own
         control lines, which do not wait for a turn of the engine's loop. Unblocked by: the deadline; a worker that
         does not answer pings; an engine that its host knows to be dead. A busy engine is none of these."""
         if not self.workers:
             raise WeightSyncError(f"{self.name} is not connected; it must join the epoch first")
-        left_s = self._left(version, give_up)
-        request = PrefetchRequest(version=version, deadline_s=left_s)
+        left_s = self._left(pin.version, give_up)
+        request = PrefetchRequest(version=pin.version, slots=pin.slots, deadline_s=left_s)
         indices = range(len(self.workers))
         arriving = {asyncio.ensure_future(self.ask(i, request, Arrived, deadline_s=left_s)) for i in indices}
         pending: set[asyncio.Future[Any]] = {*arriving}
         watching: set[asyncio.Future[Any]] = set()
-        timeout_s: float | None = PING_S
+        timeout_s: float | None = WATCH_AFTER_S
         try:
             while pending:
                 done, _ = await asyncio.wait(pending | watching, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +250,6 @@ class Member:
                 pending, watching = pending - done, watching - done
                 if pending and timeout_s is not None:
                     timeout_s = None
-                    watching = {asyncio.ensure_future(self._watch(i)) for i in indices}
                     # The host knows a dead engine. A busy one answers late, which is no failure: it has all the time.
                     asking = self.handle.call("ws_status", timeout_s=left_s + ANSWER_S)
                     watching.add(asyncio.ensure_future(asking))
@@ -245,12 +257,6 @@ class Member:
             raise type(error)(f"{self.handle.name}: {error}") from error
         finally:
             await _cancelled([*arriving, *watching])
-
-    async def _watch(self, index: int) -> None:
-        """Raises TimeoutError when a worker does not answer a ping. Never returns."""
-        while True:
-            await self.ask(index, Ping(), Pong, deadline_s=SILENCE_S)
-            await asyncio.sleep(PING_S)
 
     def _attempt_deadline(self, attempt: int, give_up: float) -> float:
         now = self._clock()

@@ -2,7 +2,7 @@
 
     describe ─> open(epoch) ─> publish(v0) ─> publish(v1) ─> ... ─> close
                   │                ├ learner's thread: wait for a slot, pack (one pass over memory)
-                  │                └ sealing thread: digest, make visible, seal (a lease is `pending` until then)
+                  │                └ sealing thread: digest, make visible, seal (pins wait for that)
                   └ slots, control thread, probe pattern; nothing is allocated after the first publish
 
 There is no collective and no full tensor: a rank packs boxes of its own shards, and ranks may publish in any order.
@@ -13,42 +13,37 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from weight_sync.channel import ControlServer
 from weight_sync.device.digest import digest_bytes
 from weight_sync.device.fused import BatchDigest
-from weight_sync.errors import LeaseExpired, PlanMismatch, PullTimeout, VersionUnavailable, WeightSyncError
+from weight_sync.errors import PlanMismatch, PullTimeout, SlotOverwritten, VersionUnavailable, WeightSyncError
 from weight_sync.messages import (
-    Dropped,
-    DropRequest,
-    LeaseGranted,
-    LeaseRequest,
+    Check,
+    Checked,
+    Ok,
     OpenPublisher,
     PackReport,
     PairDrop,
     PairMeet,
     PairSend,
     PairWatch,
-    Pending,
+    Pin,
     PublishedDigests,
     PublisherInfo,
     PublisherLayout,
-    Released,
-    ReleaseRequest,
-    Renewed,
-    RenewRequest,
     ReplicaLeft,
     Request,
     Response,
+    Unpin,
     decode,
     encode,
 )
@@ -56,7 +51,7 @@ from weight_sync.node import node_id, reachable_host
 from weight_sync.plan.agreement import open_pack
 from weight_sync.plan.types import RankShards
 from weight_sync.publish.packer import Packer, pack_steps
-from weight_sync.publish.slots import Arena
+from weight_sync.publish.slots import SlotTable
 from weight_sync.transports.exporter import SlotExporter, offered
 
 if TYPE_CHECKING:
@@ -69,54 +64,40 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Sealed(NamedTuple):
-    """What is known of a sealed slot."""
-
-    digests: tuple[int, ...] = ()
-    """One per range; empty if the run does not verify."""
-    seconds: float = 0.0
-
-
 class Sealer:
-    """One thread, one slot at a time."""
+    """One thread, one slot at a time: digests what was packed, makes it visible, and opens it to readers."""
 
     def __init__(
         self,
         backend: Backend,
         end: SlotExporter,
-        arena: Arena,
+        table: SlotTable,
         *,
         ranges: Sequence[tuple[int, int]],
-        num_slots: int,
         verify: bool,
         clock: Callable[[], float],
         rank: int,
     ) -> None:
         """`ranges` are (offset, bytes) within a slot."""
         self._end = end
-        self._arena = arena
-        self._ranges = tuple(ranges)
+        self._table = table
         self._verify = verify
         self._clock = clock
         self._rank = rank
-        self._lock = threading.Lock()
-        self._version: int | None = None
-        self._failed: tuple[int, str] | None = None
-        """The last version that could not be sealed, and why."""
         self._future: Future[None] | None = None
-        self._sealed: dict[int, Sealed] = {}
+        self._version: int | None = None
+        """What is being sealed, or was last."""
         self._digests: tuple[BatchDigest, ...] = ()
-        if self._ranges:
-            slots = [end.slot(index) for index in range(num_slots)]
+        if ranges:
+            slots = [end.slot(slot.index) for slot in table.slots]
             self._digests = tuple(
-                BatchDigest(backend, [slot[start : start + size] for start, size in self._ranges]) for slot in slots
+                BatchDigest(backend, [slot[start : start + size] for start, size in ranges]) for slot in slots
             )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-seal")
 
     def start(self, version: int, slot: int) -> None:
         """Seal `slot` in the background. The one before must have ended: call `wait` first."""
-        with self._lock:
-            self._version, self._failed = version, None
+        self._version = version
         self._future = self._thread.submit(self._seal, version, slot)
 
     def wait(self, timeout_s: float) -> None:
@@ -138,26 +119,9 @@ class Sealer:
                 "is its device stuck?"
             ) from None
 
-    def is_sealing(self, version: int) -> bool:
-        with self._lock:
-            return self._version == version
-
-    def require_not_failed(self, version: int) -> None:
-        """
-        Raises:
-            VersionUnavailable: `version` could not be sealed; says why. No engine is to blame for that.
-        """
-        with self._lock:
-            failed = self._failed
-        if failed is not None and failed[0] == version:
-            raise VersionUnavailable(failed[1])
-
-    def sealed(self, slot: int) -> Sealed:
-        return self._sealed.get(slot, Sealed())
-
     def digests_of(self, slot: int) -> tuple[int, ...]:
         """Digest of every range of a slot as it is now."""
-        return self._digests[slot]() if self._ranges else ()
+        return self._digests[slot]() if self._digests else ()
 
     def close(self) -> None:
         """Waits for a slot that is being sealed. Idempotent."""
@@ -170,22 +134,18 @@ class Sealer:
         started = self._clock()
         try:
             digests = self.digests_of(slot) if self._verify else ()
-            if self._ranges:
+            if self._digests:
                 self._end.seal(slot)
         except BaseException as error:
-            self._arena.abort(slot)
             why = f"learner rank {self._rank} could not seal version {version}: {type(error).__name__}: {error}"
             log.exception("%s", why)
-            with self._lock:
-                self._version, self._failed = None, (version, why)
+            self._table.abort(slot, why)
             raise WeightSyncError(why) from error
-        self._sealed[slot] = Sealed(digests, self._clock() - started)
-        with self._lock:
-            self._arena.seal(slot, version)
-            self._version = None
+        self._table.seal(slot, digests=digests, seal_s=self._clock() - started)
 
 
-MAX_LEASE_S = 3600.0
+MAX_PIN_S = 60.0
+"""A pin whose owner died must end soon; the coordinator renews it as long as it lives."""
 
 
 class Segments(NamedTuple):
@@ -217,7 +177,7 @@ class Epoch:
     request: OpenPublisher
     plan: PackPlan
     segments: Segments
-    arena: Arena
+    table: SlotTable
     end: SlotExporter
     packer: Packer
     sealer: Sealer
@@ -225,8 +185,17 @@ class Epoch:
     """Version -> report, of the versions that are still held."""
     server: ControlServer | None = None
 
-    def holds(self, version: int) -> bool:
-        return self.sealer.is_sealing(version) or self.arena.slot_of(version) is not None
+    def check(self, sender: str, request: Check) -> Checked:
+        """
+        Raises:
+            PlanMismatch: the plan has no such worker.
+        """
+        indices = self.segments.of_worker.get(request.worker)
+        if indices is None:
+            raise PlanMismatch(f"{sender} asks as worker {request.worker}, the plan has no such worker")
+        slot = self.table.holding(request.slot, request.generation)
+        digests = slot.digests if slot is not None else ()
+        return Checked(is_intact=slot is not None, digests=tuple(digests[i] for i in indices) if digests else ())
 
 
 class WeightPublisher:
@@ -307,16 +276,16 @@ class WeightPublisher:
             ValueError: an older version than the newest published.
         """
         epoch = self._opened()
-        if version in epoch.reports and epoch.holds(version):
+        if version in epoch.reports and epoch.table.slot_of(version) is not None:
             return encode(epoch.reports[version])
         started = self._clock()
         epoch.sealer.wait(deadline_s)
-        slot = epoch.arena.begin(version, deadline_s=max(0.0, started + deadline_s - self._clock()))
+        slot = epoch.table.begin(version, deadline_s=max(0.0, started + deadline_s - self._clock()))
         begun = self._clock()
         try:
             epoch.packer.pack(slot, tensors)
-        except BaseException:
-            epoch.arena.abort(slot)
+        except BaseException as error:
+            epoch.table.abort(slot, f"learner rank {self._rank} could not pack version {version}: {error}")
             raise
         report = PackReport(
             rank=self._rank,
@@ -327,31 +296,29 @@ class WeightPublisher:
             pack_s=self._clock() - begun,
             counters=self.counters(),
         )
-        epoch.reports = {**{v: r for v, r in epoch.reports.items() if epoch.holds(v)}, version: report}
+        held = {v: report for v, report in epoch.reports.items() if epoch.table.slot_of(v) is not None}
+        epoch.reports = {**held, version: report}
         epoch.sealer.start(version, slot)
         return encode(report)
 
     def digests(self, version: int, deadline_s: float) -> bytes:
-        """`PublishedDigests` of a held version, computed now from the packed bytes. Holds its slot for at most
-        `deadline_s`.
+        """`PublishedDigests` of a held version, computed now from the packed bytes. The caller has pinned it.
 
         Raises:
             VersionUnavailable: the version is not held any more.
             PullTimeout: it was not sealed within `deadline_s`.
-            LeaseExpired: it took longer than `deadline_s`, and the slot was packed again meanwhile.
+            SlotOverwritten: the slot was packed again meanwhile.
         """
-        epoch, started = self._opened(), self._clock()
+        epoch = self._opened()
         epoch.sealer.wait(deadline_s)
-        left_s = max(0.0, started + deadline_s - self._clock())
-        lease = epoch.arena.lease(version, holder=f"learner {self._rank} self-test", ttl_s=left_s)
-        try:
-            digests = epoch.sealer.digests_of(lease.slot)
-        finally:
-            is_intact = epoch.arena.release(lease.lease_id, slot=lease.slot, generation=lease.generation)
-        if not is_intact:
-            raise LeaseExpired(
-                f"learner rank {self._rank} took longer than {deadline_s:.1f} s to digest version {version}, and its "
-                "slot was packed again meanwhile; raise weight_sync.timeout_s"
+        pinned = epoch.table.slot_of(version)
+        if pinned is None:
+            raise VersionUnavailable(f"learner rank {self._rank} does not hold version {version} any more")
+        slot, generation = pinned.index, pinned.generation
+        digests = epoch.sealer.digests_of(slot)
+        if epoch.table.holding(slot, generation) is None:
+            raise SlotOverwritten(
+                f"learner rank {self._rank} digested version {version} while its slot was packed again; pin it first"
             )
         by_worker = {w: tuple(digests[i] for i in indices) for w, indices in epoch.segments.of_worker.items()}
         return encode(PublishedDigests(rank=self._rank, version=version, by_worker=by_worker))
@@ -360,7 +327,7 @@ class WeightPublisher:
         """What was allocated, registered and opened since the epoch began, and the fate of control frames."""
         epoch = self._opened()
         control = {} if epoch.server is None else epoch.server.counters()
-        return {**epoch.end.counters(), "sockets": 1, **epoch.arena.counters(), **control}
+        return {**epoch.end.counters(), "sockets": 1, **epoch.table.counters(), **control}
 
     def close(self) -> None:
         """Stop serving and free the slots, which receivers have unmapped before. Idempotent."""
@@ -376,13 +343,12 @@ class WeightPublisher:
     def _make_epoch(self, opening: OpenPublisher, plan: PackPlan, end: SlotExporter) -> Epoch:
         slots = [end.slot(index) for index in range(opening.num_slots)] if plan.arena_bytes else []
         segments = segments_of(plan)
-        arena = Arena(opening.num_slots, clock=self._clock)
+        table = SlotTable(opening.num_slots, clock=self._clock)
         sealer = Sealer(
             self._backend,
             end,
-            arena,
+            table,
             ranges=segments.ranges,
-            num_slots=opening.num_slots,
             verify=opening.verify,
             clock=self._clock,
             rank=self._rank,
@@ -391,7 +357,7 @@ class WeightPublisher:
             request=opening,
             plan=plan,
             segments=segments,
-            arena=arena,
+            table=table,
             end=end,
             packer=Packer(self._backend, pack_steps(plan, slots), num_slots=opening.num_slots),
             sealer=sealer,
@@ -412,45 +378,23 @@ class WeightPublisher:
         return page.numel(), self._backend.digest(page)
 
 
-def _handle(epoch: Epoch, sender: str, request: Request) -> Response:
-    """Answer one receiver, or the coordinator. Runs in the control thread."""
-    arena = epoch.arena
+def _handle(epoch: Epoch, sender: str, request: Request) -> Response | Future[Any]:
+    """Answer the coordinator, or a receiver. Runs in the control thread."""
+    table = epoch.table
     match request:
-        case LeaseRequest():
-            indices = epoch.segments.of_worker.get(request.worker)
-            if indices is None:
-                raise PlanMismatch(f"{sender} asks as worker {request.worker}, the plan has no such worker")
-            if epoch.sealer.is_sealing(request.version):
-                return Pending()
-            epoch.sealer.require_not_failed(request.version)
-            lease = arena.lease(request.version, holder=sender, ttl_s=_bounded_ttl(request.ttl_s))
-            sealed = epoch.sealer.sealed(lease.slot)
-            return LeaseGranted(
-                lease_id=lease.lease_id,
-                slot=lease.slot,
-                generation=lease.generation,
-                digests=tuple(sealed.digests[i] for i in indices) if sealed.digests else (),
-                seal_s=sealed.seconds,
-            )
-        case RenewRequest():
-            arena.renew(request.lease_id, ttl_s=_bounded_ttl(request.ttl_s))
-            return Renewed()
-        case ReleaseRequest():
-            is_intact = arena.release(request.lease_id, slot=request.slot, generation=request.generation)
-            return Released(is_intact=is_intact)
-        case DropRequest():
-            arena.drop(sender)
-            return Dropped()
+        case Pin():
+            if not 0 < request.ttl_s <= MAX_PIN_S:
+                raise ValueError(f"ttl_s must be in (0, {MAX_PIN_S}], got {request.ttl_s}")
+            return table.pin(request.version, request.ttl_s)
+        case Unpin():
+            table.unpin(request.version)
+            return Ok()
+        case Check():
+            return epoch.check(sender, request)
         case ReplicaLeft():
             epoch.end.forget(request.replica)
-            return Dropped()
+            return Ok()
         case PairMeet() | PairSend() | PairWatch() | PairDrop():
             return epoch.end.answer(sender, request)
         case _:
             raise VersionUnavailable(f"{sender} sent a {type(request).__name__}, which a publisher does not answer")
-
-
-def _bounded_ttl(ttl_s: float) -> float:
-    if not 0 < ttl_s <= MAX_LEASE_S:
-        raise ValueError(f"ttl_s must be in (0, {MAX_LEASE_S}], got {ttl_s}")
-    return ttl_s

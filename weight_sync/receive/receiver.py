@@ -5,7 +5,7 @@
     The coordinator asks for a prefetch over the worker's own control line, which does not wait for the engine's loop.
     staged:  prefetch pulls into a shadow block in a background thread while the engine generates, and verifies it;
              commit copies shadow -> parameters on the device. A failure leaves the old weights whole.
-    inplace: prefetch only leases, so that the version stays; commit pulls straight into the parameters and verifies.
+    inplace: prefetch only says where the version is; commit pulls straight into the parameters and verifies.
              A failure leaves a mixture: the worker is dirty until a full commit succeeds.
 
 Parameters are written through byte views of their storage: addresses never change (captured graphs hold them), and it
@@ -43,6 +43,7 @@ from weight_sync.messages import (
     Request,
     Response,
     RunDigests,
+    SlotAt,
     WorkerStatus,
     answer,
     decode,
@@ -51,10 +52,10 @@ from weight_sync.messages import (
 from weight_sync.node import node_id, reachable_host
 from weight_sync.receive.quantized import Reloads
 from weight_sync.receive.recorder import Recorded, record
-from weight_sync.receive.sources import Deadline, Host, Pulled, ReceiverEpoch, open_epoch
+from weight_sync.receive.sources import Deadline, Host, Pulled, ReceiverEpoch, Slots, open_epoch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from weight_sync.device.base import Backend
     from weight_sync.plan.types import ParamMeta, WorkerLayout
@@ -71,23 +72,25 @@ ABORT_WAIT_S = 30.0
 
 
 class Prefetch:
-    """Brings `version` into the shadow block; in place it takes the leases only. Starts at once."""
+    """Brings `version` into the shadow block; in place it only remembers where that is. Starts immediately."""
 
-    def __init__(self, epoch: ReceiverEpoch, host: Host, version: int, *, deadline_s: float) -> None:
+    def __init__(self, epoch: ReceiverEpoch, host: Host, version: int, slots: Slots, *, deadline_s: float) -> None:
         self.version = version
+        self.slots = slots
         self._epoch = epoch
         self._host = host
         self._give_up = Deadline(host.clock() + deadline_s + SLACK_S, self._check)
-        self._deadline_s = deadline_s
         self._is_aborted = threading.Event()
         self.result: Future[Pulled] = Future()
         """What it cost, or the `WeightSyncError` that ended it."""
         self._thread = threading.Thread(target=self._run, name=f"weight-sync-prefetch-{version}", daemon=True)
         self._thread.start()
 
-    def extend(self, deadline_s: float) -> bool:
-        """A retry wants the same version, and has until `deadline_s` from now. False if there is nothing to join: the
-        pull failed, or is about to, since its time is over."""
+    def extend(self, version: int, slots: Slots, deadline_s: float) -> bool:
+        """A retry that wants the same has until `deadline_s` from now. False if there is nothing to join: it wants
+        something else, or the pull failed, or is about to, since its time is over."""
+        if (version, slots) != (self.version, self.slots):
+            return False
         if self.result.done():
             return self.result.exception() is None
         now = self._host.clock()
@@ -122,15 +125,12 @@ class Prefetch:
     def _run(self) -> None:
         try:
             self._host.choose_device()
+            pulled = Pulled()
             if self._epoch.landing.is_staged:
-                pulled = self._epoch.pull(self.version, give_up=self._give_up)
-            else:
-                self._epoch.lease(self.version, give_up=self._give_up, ttl_s=self._deadline_s)
-                pulled = Pulled()
+                pulled = self._epoch.pull(self.version, self.slots, give_up=self._give_up)
         except BaseException as error:  # noqa: BLE001 - a thread's edge: who waits for `result` gets it
             if not isinstance(error, WeightSyncError):
                 error = WeightSyncError(f"the pull of version {self.version} failed: {error!r}")
-            # Before anything is given back, which takes a while: a retry that comes meanwhile must not join.
             self.result.set_exception(error)
             self._epoch.give_up()
         else:
@@ -229,15 +229,16 @@ class WeightReceiver:
             relay=epoch.relay.handle(server.address),
         )
 
-    def prefetch(self, version: int, *, deadline_s: float) -> Future[Pulled]:
-        """Start to bring `version` here. The future ends when it has arrived, or with what made the pull fail; the
-        parameters are untouched either way.
+    def prefetch(self, version: int, slots: Iterable[SlotAt], *, deadline_s: float) -> Future[Pulled]:
+        """Start to bring `version` here from these slots. The future ends when it has arrived, or with what made the
+        pull fail; the parameters are untouched either way.
 
         Asking again for a version that is under way or has arrived only gives it more time, so a retry is safe.
 
         Raises:
             WeightSyncError: a commit, or an earlier pull that does not stop, is in the way.
         """
+        places = {at.rank: at for at in slots}
         # What a commit reads must not be overwritten under it.
         if not self._commit_lock.acquire(timeout=min(deadline_s, COMMIT_WAIT_S)):
             raise WeightSyncError(f"worker {self._worker} is still committing a version; prefetch {version} after that")
@@ -245,14 +246,14 @@ class WeightReceiver:
             with self._prefetch_lock:
                 epoch = self._opened()
                 if self._prefetch is not None:
-                    if self._prefetch.version == version and self._prefetch.extend(deadline_s):
+                    if self._prefetch.extend(version, places, deadline_s):
                         return self._prefetch.result
                     if not self.abort():
                         raise WeightSyncError(
                             f"worker {self._worker}: an earlier pull does not stop and still writes where version "
                             f"{version} would land; the engine must be restarted"
                         )
-                self._prefetch = Prefetch(epoch, self._host, version, deadline_s=deadline_s)
+                self._prefetch = Prefetch(epoch, self._host, version, places, deadline_s=deadline_s)
                 return self._prefetch.result
         finally:
             self._commit_lock.release()
@@ -261,8 +262,9 @@ class WeightReceiver:
         """Make `version` the live weights; nothing to do if it is. The engine must not step meanwhile.
 
         Raises:
-            PullTimeout, PublisherLost, DigestMismatch, LeaseExpired, VersionUnavailable: after a failure in place the
-                worker `is_dirty`; after one of a staged prefetch it still holds the old weights.
+            PullTimeout, PublisherLost, DigestMismatch, SlotOverwritten: after a failure in place the worker `is_dirty`;
+                after one of a staged prefetch it still holds the old weights.
+            WeightSyncError: (other) the version was not prefetched.
         """
         with self._commit_lock:
             return self._commit(version, deadline_s)
@@ -270,25 +272,21 @@ class WeightReceiver:
     def _commit(self, version: int, deadline_s: float) -> PullReport:
         epoch = self._opened()
         if self.live_version == version:
-            self._drop_prefetch_of(version)  # a retry's, which another worker needs
             return self._report(version, Pulled(), commit_s=0.0, has_moved=False)
         give_up = Deadline(self._clock() + deadline_s)
-        pulled = self._finish_prefetch(version, give_up.at)
-        if epoch.landing.is_staged and pulled is None:
-            raise WeightSyncError(f"version {version} was not prefetched by worker {self._worker}; prefetch it first")
+        pulled, slots = self._finish_prefetch(version, give_up.at)
         try:
             epoch.check_addresses()
             # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
             self._backend.synchronize()
             started = self._clock()
+            if not epoch.landing.is_staged:
+                epoch.require_intact(version, slots, give_up=give_up)  # before a byte is written
+            self._is_dirty = True
             if epoch.landing.is_staged:
-                self._is_dirty = True
                 epoch.copy_from_shadow()
             else:
-                # Whatever the learners refuse, they refuse before a byte is written.
-                epoch.lease(version, give_up=give_up, ttl_s=deadline_s)
-                self._is_dirty = True
-                pulled = epoch.pull(version, give_up=give_up)
+                pulled = epoch.pull(version, slots, give_up=give_up)
         except BaseException:
             epoch.give_up()
             raise
@@ -297,7 +295,6 @@ class WeightReceiver:
         self._backend.synchronize()
         self._is_dirty = False
         self._live_version = version
-        assert pulled is not None
         return self._report(version, pulled, commit_s=self._clock() - started, has_moved=True)
 
     def forget(self) -> None:
@@ -312,8 +309,6 @@ class WeightReceiver:
             if not self._prefetch.abort():
                 return False  # kept, so that nobody takes its memory for free
             self._prefetch = None
-            if self._epoch is not None:
-                self._epoch.drop_leases()
             return True
 
     def parameter_digests(self) -> RunDigests:
@@ -364,11 +359,6 @@ class WeightReceiver:
             if self.abort() and epoch is not None:
                 epoch.close()
 
-    def _drop_prefetch_of(self, version: int) -> None:
-        with self._prefetch_lock:
-            if self._prefetch is not None and self._prefetch.version == version:
-                self.abort()
-
     def _handle(self, sender: str, request: Request) -> Response | Future[Response]:
         """Begin what the coordinator asks for, or answer a successor. Runs in the control thread, which must stay free
         to answer pings."""
@@ -406,7 +396,7 @@ class WeightReceiver:
             else:
                 reply.set_exception(error)
 
-        self.prefetch(request.version, deadline_s=request.deadline_s).add_done_callback(finish)
+        self.prefetch(request.version, request.slots, deadline_s=request.deadline_s).add_done_callback(finish)
 
     def _link(self, request: LinkRequest) -> Linked:
         """Links change between two syncs, so a pull that is under way is nobody's any more and ends: with its old links
@@ -426,8 +416,6 @@ class WeightReceiver:
         return PullReport(
             worker=self._worker,
             version=version,
-            lease_s=pulled.lease_s,
-            seal_s=pulled.seal_s,
             pull_s=pulled.pull_s,
             pull_by_source=pulled.seconds_by_source(),
             attest_s=pulled.attest_s,
@@ -449,16 +437,20 @@ class WeightReceiver:
             raise WeightSyncError(f"worker {self._worker} has no open epoch; the coordinator must open it first")
         return self._epoch
 
-    def _finish_prefetch(self, version: int, give_up: float) -> Pulled | None:
-        """What the prefetch of `version` brought; None if there was none. It is used up."""
+    def _finish_prefetch(self, version: int, give_up: float) -> tuple[Pulled, Slots]:
+        """What the prefetch of `version` brought, and from where. It is used up.
+
+        Raises:
+            WeightSyncError: there was none, or what made it fail.
+        """
         with self._prefetch_lock:
             prefetch = self._prefetch
-            if prefetch is None or prefetch.version != version:
-                return None
+        if prefetch is None or prefetch.version != version:
+            raise WeightSyncError(f"version {version} was not prefetched by worker {self._worker}; prefetch it first")
         outcome = prefetch.wait(give_up - self._clock())
         with self._prefetch_lock:
             self._prefetch = None
-        return outcome
+        return outcome, prefetch.slots
 
 
 class WorkerService:

@@ -1,24 +1,22 @@
-"""What a worker reads from in one epoch: learners and relays, the leases on their slots, and the pull itself.
+"""What a worker reads from in one epoch: learners and relays, and the pull itself.
 
-A version arrives source by source, from the learner or from another replica that has it already: pull the pieces,
-compare the digest of each run with the learner's, pull that source once more (from the learner) if one differs, then
-give the leases back and ask whether the slots still are what was leased. Only then do the bytes count.
+A version arrives source by source, from the learner or from another replica that has it already. After the last byte
+the worker asks each learner whether its slot still is what the coordinator pinned, and for the digests of what it
+packed. A source of which a run differs is pulled once more, from the learner. Only then do the bytes count.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
 import torch
 import zmq
 
@@ -26,24 +24,13 @@ from weight_sync.channel import ControlClient
 from weight_sync.device.fused import BatchCopy, BatchDigest
 from weight_sync.errors import (
     DigestMismatch,
-    LeaseExpired,
     PlanMismatch,
     PublisherLost,
     PullTimeout,
+    SlotOverwritten,
     TransportUnusable,
-    WeightSyncError,
 )
-from weight_sync.messages import (
-    Dropped,
-    DropRequest,
-    LeaseGranted,
-    LeaseRequest,
-    Pending,
-    Released,
-    ReleaseRequest,
-    Renewed,
-    RenewRequest,
-)
+from weight_sync.messages import Check, Checked, SlotAt
 from weight_sync.node import node_id, reachable_host
 from weight_sync.plan.agreement import open_pull
 from weight_sync.receive.relay import Relay
@@ -52,10 +39,10 @@ from weight_sync.transports.base import OnArrived, Piece, SourceReader
 from weight_sync.transports.select import NodeTransport, SelectedReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from weight_sync.device.base import Backend
-    from weight_sync.messages import LinkRequest, OpenReceiver, PeerAddress, PublisherInfo, Request
+    from weight_sync.messages import LinkRequest, OpenReceiver, PeerAddress, PublisherInfo
     from weight_sync.plan.types import PullPlan
     from weight_sync.receive.quantized import Reloads
 
@@ -66,10 +53,6 @@ LAST_WORD_S = 0.2
 """For a question at the end of a deadline, or after a failure."""
 REACHED_AT_ONCE = 16
 """Sources that are connected and probed at a time when an epoch opens."""
-PENDING_S = 0.001
-"""Between two looks at a version that is being sealed, which takes milliseconds."""
-
-R = TypeVar("R")
 
 
 def _is_wanted() -> None:
@@ -86,6 +69,16 @@ class Deadline:
     """Raises once nobody wants it any more; looked at all the while."""
 
 
+Slots = Mapping[int, SlotAt]
+"""Learner rank -> where it holds the version."""
+
+
+class _Pull(NamedTuple):
+    version: int
+    slots: Slots
+    give_up: Deadline
+
+
 class Source(NamedTuple):
     """One publisher this worker reads from."""
 
@@ -96,130 +89,11 @@ class Source(NamedTuple):
     """Indices into the plan's runs."""
 
 
-class Leases:
-    """Leases on one version at all sources. Used by one thread at a time."""
-
-    def __init__(
-        self, sources: Mapping[int, Source], *, worker: int, holder: str, ttl_s: float, clock: Callable[[], float]
-    ) -> None:
-        self._sources = sources
-        self._worker = worker
-        self._holder = holder
-        self._ttl_s = ttl_s
-        self._clock = clock
-        self._granted: dict[int, LeaseGranted] = {}
-        self._asked = set[int]()
-        """Sources that may hold a lease for us, with or without our having waited for it."""
-        self._version: int | None = None
-        self._renew_at = 0.0
-        self._held_s = ttl_s
-
-    def __getitem__(self, rank: int) -> LeaseGranted:
-        return self._granted[rank]
-
-    def take(self, version: int, *, give_up: Deadline, ttl_s: float | None = None) -> None:
-        """Hold `version` at every source, so that it is not superseded before it is pulled. What is held already and
-        still alive is renewed.
-
-        Raises:
-            VersionUnavailable, PublisherLost, PullTimeout.
-        """
-        if self._version == version:
-            with contextlib.suppress(LeaseExpired):
-                self.renew(give_up, ttl_s=ttl_s)
-                return
-        self.drop()
-        self._held_s = self._ttl_s if ttl_s is None else ttl_s
-        for rank in self._sources:
-            self._granted[rank] = self._lease(rank, version, give_up)
-        self._version = version
-        self._renew_at = self._clock() + self._ttl_s / 2
-
-    def renew_if_due(self, give_up: Deadline) -> None:
-        """
-        Raises:
-            LeaseExpired, PublisherLost, PullTimeout.
-        """
-        if self._clock() >= self._renew_at:
-            self.renew(give_up)
-
-    def renew(self, give_up: Deadline, *, ttl_s: float | None = None) -> None:
-        """Let what is held live `ttl_s` from now; None keeps the length it was taken with."""
-        self._held_s = self._held_s if ttl_s is None else max(self._held_s, ttl_s)
-        for rank, lease in self._granted.items():
-            self._ask(rank, RenewRequest(lease_id=lease.lease_id, ttl_s=self._held_s), Renewed, give_up)
-        self._renew_at = self._clock() + self._ttl_s / 2
-
-    def settle(self, version: int, give_up: Deadline) -> None:
-        """Give everything back and learn whether what was read is whole.
-
-        Raises:
-            LeaseExpired: a slot was packed again while we read it.
-            PublisherLost, PullTimeout: that cannot be known.
-        """
-        for rank, lease in list(self._granted.items()):
-            ask = ReleaseRequest(lease_id=lease.lease_id, slot=lease.slot, generation=lease.generation)
-            released = self._ask(rank, ask, Released, give_up)
-            del self._granted[rank]
-            self._asked.discard(rank)
-            if not released.is_intact:
-                raise LeaseExpired(
-                    f"{self._holder} read version {version} from slot {lease.slot} of learner {rank} for longer than "
-                    "its lease, and the slot was packed again meanwhile; what was read is torn and is not committed"
-                )
-        self._version = None
-
-    def drop(self) -> None:
-        """Give back what is held, or granted to a question that was given up, as far as publishers still answer; the
-        rest expires."""
-        for rank in self._asked:
-            with contextlib.suppress(WeightSyncError):
-                self._sources[rank].client.ask(DropRequest(), Dropped, deadline_s=LAST_WORD_S)
-        self._asked.clear()
-        self._granted.clear()
-        self._version = None
-
-    def _lease(self, rank: int, version: int, give_up: Deadline) -> LeaseGranted:
-        ask = LeaseRequest(version=version, worker=self._worker, ttl_s=self._held_s)
-        self._asked.add(rank)
-        while True:
-            answer = self._ask(rank, ask, msgspec.Struct, give_up)
-            if isinstance(answer, LeaseGranted):
-                return answer
-            if not isinstance(answer, Pending):
-                raise WeightSyncError(f"learner {rank} answered a lease request with {type(answer).__name__}")
-            give_up.check()
-            if self._clock() >= give_up.at:
-                raise PullTimeout(f"{self._holder}: learner {rank} did not seal version {version} in time")
-            time.sleep(PENDING_S)
-
-    def _ask(self, rank: int, request: Request, kind: type[R], give_up: Deadline) -> R:
-        """
-        Raises:
-            PublisherLost: no answer within `SILENCE_S`.
-            PullTimeout: none either, and there was less time than that.
-            Exception: what `give_up.check` raises.
-        """
-        patience_s = min(SILENCE_S, max(give_up.at - self._clock(), LAST_WORD_S))
-        try:
-            return self._sources[rank].client.ask(request, kind, deadline_s=patience_s, check=give_up.check)
-        except PublisherLost as error:
-            if patience_s >= SILENCE_S:
-                raise
-            raise PullTimeout(
-                f"{self._holder}: only {patience_s:.1f} s were left to ask learner {rank}, which says nothing about "
-                f"whether it lives: {error}"
-            ) from error
-
-
 class Pulled(NamedTuple):
     """What bringing one version cost."""
 
-    lease_s: float = 0.0
-    """From the request until every learner had sealed the version."""
     pull_s: float = 0.0
     attest_s: float = 0.0
-    seal_s: float = 0.0
     num_retries: int = 0
     num_stalls: int = 0
     by_source: tuple[tuple[int, float], ...] = ()
@@ -302,9 +176,6 @@ class ReceiverEpoch:
                 dial=self._dial,
             )
             undo.callback(self._relay.close)
-            self._leases = Leases(
-                self._sources, worker=self.plan.worker, holder=self._holder, ttl_s=request.lease_s, clock=host.clock
-            )
             self._arrived = self._digests_of(landing.arrivals) if request.verify else {}
             self._residence = ParameterAddresses(host.model, landing.written)
             self._copy: BatchCopy = BatchCopy(host.backend, landing.moves)
@@ -416,48 +287,34 @@ class ReceiverEpoch:
         for rank in (rank for stage in request.stages if stage.via for rank in stage.ranks):
             self._readers[rank].disconnect()
 
-    def lease(self, version: int, *, give_up: Deadline, ttl_s: float) -> None:
-        """Hold `version` at every source, so that it is not superseded before it is pulled.
-
-        Raises:
-            VersionUnavailable, PublisherLost.
-        """
-        self._leases.take(version, give_up=give_up, ttl_s=ttl_s)
-
-    def pull(self, version: int, *, give_up: Deadline) -> Pulled:
+    def pull(self, version: int, slots: Slots, *, give_up: Deadline) -> Pulled:
         """Bring `version` into the shadow (staged) or the parameters (in place), verified. Call `give_up` if it raises.
 
         Raises:
-            PullTimeout, PublisherLost, DigestMismatch, LeaseExpired, VersionUnavailable.
+            PullTimeout, PublisherLost, DigestMismatch, SlotOverwritten.
         """
-        asked = self._host.clock()
         # First: those who read from here and are ahead wait for this version, and are told if it is given up.
         self._relay.begin(version)
-        self._leases.take(version, give_up=give_up)
-
-        def keep_going() -> None:
-            give_up.check()
-            if self._host.clock() >= give_up.at:
-                raise PullTimeout(f"{self._holder}: version {version} did not arrive in time; it is not committed")
-            self._leases.renew_if_due(give_up)
-
-        total = Pulled(
-            lease_s=self._host.clock() - asked,
-            seal_s=max((self._leases[rank].seal_s for rank in self._sources), default=0.0),
-        )
+        pull = _Pull(version, slots, give_up)
+        total = Pulled()
         for rank in self._sources:
-            total = self._pull_source(rank, version, total, keep_going)
-        if self._request.verify:
-            # After all bytes: digests read as fast as memory can, which a pull should not have to share.
-            for rank in self._sources:
-                total = self._attest_source(rank, version, total, keep_going)
-        self._leases.settle(version, give_up)
+            total = self._pull_source(rank, pull, total)
+        # After all bytes: digests read as fast as memory can, which a pull should not have to share.
+        for rank in self._sources:
+            total = self._attest_source(rank, pull, total)
         return total
 
+    def require_intact(self, version: int, slots: Slots, *, give_up: Deadline) -> None:
+        """
+        Raises:
+            SlotOverwritten, PublisherLost, PullTimeout: a learner does not hold the version there any more, or is lost.
+        """
+        for rank in self._sources:
+            self._sent_digests(rank, _Pull(version, slots, give_up))
+
     def give_up(self) -> None:
-        """After a pull that failed: nobody is to read what arrived, and leases are given back."""
+        """After a pull that failed: nobody is to read what arrived."""
         self._relay.give_up()
-        self._leases.drop()
 
     def copy_from_shadow(self) -> None:
         """Device-local copy of every run into the parameters. Asynchronous where the device is."""
@@ -486,7 +343,7 @@ class ReceiverEpoch:
         return dict(counts)
 
     def close(self) -> None:
-        """Give back, unmap, hang up and free, each whether or not the others fail; a failure is raised at the end."""
+        """Unmap, hang up and free, each whether or not the others fail; a failure is raised at the end."""
         with ExitStack() as closing:  # from the last to the first
             closing.callback(self.landing.close)
             closing.callback(self._arrived.clear)
@@ -494,11 +351,6 @@ class ReceiverEpoch:
             for reader in self._readers.values():
                 closing.callback(reader.close)
             closing.callback(self._relay.close)
-            closing.callback(self._leases.drop)
-
-    def drop_leases(self) -> None:
-        """Give back what is held, as far as learners still answer; the rest expires."""
-        self._leases.drop()
 
     def _hang_up(self) -> None:
         for source in self._sources.values():
@@ -533,18 +385,22 @@ class ReceiverEpoch:
                 f"with digest {found:016x}, written with {info.probe_digest:016x}"
             )
 
-    def _pull_source(
-        self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None], *, is_retry: bool = False
-    ) -> Pulled:
-        clock, source, slot = self._host.clock, self._sources[rank], self._leases[rank].slot
-        reader = self._readers[rank]
+    def _pull_source(self, rank: int, pull: _Pull, total: Pulled, *, is_retry: bool = False) -> Pulled:
+        clock, source, reader = self._host.clock, self._sources[rank], self._readers[rank]
+        slot = pull.slots[rank].slot
+
+        def keep_going() -> None:
+            pull.give_up.check()
+            if clock() >= pull.give_up.at:
+                raise PullTimeout(f"{self._holder}: version {pull.version} did not arrive in time; it is not committed")
 
         def direct(pieces: Sequence[Piece], on_arrived: OnArrived) -> None:
             reader.pull(slot, pieces, check=keep_going, on_arrived=on_arrived)
 
+        keep_going()
         started = clock()
         num_stalls = self._relay.pull(
-            rank, source.pieces, version=version, direct=direct, check=keep_going, is_retry=is_retry
+            rank, source.pieces, version=pull.version, direct=direct, check=keep_going, is_retry=is_retry
         )
         spent_s = clock() - started
         return total._replace(
@@ -554,14 +410,13 @@ class ReceiverEpoch:
             by_source=(*total.by_source, (rank, spent_s)),
         )
 
-    def _attest_source(self, rank: int, version: int, total: Pulled, keep_going: Callable[[], None]) -> Pulled:
-        """Compare what arrived from a learner with what it packed; what differs is pulled once more, past relays."""
-        wrong, total = self._timed_wrong_runs(rank, total)
+    def _attest_source(self, rank: int, pull: _Pull, total: Pulled) -> Pulled:
+        """What arrived from a learner is what it packed; what differs is pulled once more, past relays."""
+        wrong, total = self._timed_wrong_runs(rank, pull, total)
         if not wrong:
             return total
-        keep_going()
-        total = self._pull_source(rank, version, total, keep_going, is_retry=True)
-        wrong, total = self._timed_wrong_runs(rank, total)
+        total = self._pull_source(rank, pull, total, is_retry=True)
+        wrong, total = self._timed_wrong_runs(rank, pull, total)
         if not wrong:
             return total
         names = sorted({self.plan.runs[i].dst_param for i in wrong})
@@ -571,13 +426,42 @@ class ReceiverEpoch:
             f"{', '.join(names[:5])}; suspect the link or the memory of either host"
         )
 
-    def _timed_wrong_runs(self, rank: int, total: Pulled) -> tuple[list[int], Pulled]:
+    def _timed_wrong_runs(self, rank: int, pull: _Pull, total: Pulled) -> tuple[list[int], Pulled]:
         started = self._host.clock()
-        wrong = self._wrong_runs(rank)
+        wrong = self._wrong_runs(rank, self._sent_digests(rank, pull))
         return wrong, total._replace(attest_s=total.attest_s + self._host.clock() - started)
 
-    def _wrong_runs(self, rank: int) -> list[int]:
-        source, sent = self._sources[rank], self._leases[rank].digests
+    def _sent_digests(self, rank: int, pull: _Pull) -> tuple[int, ...]:
+        """The learner's own digests of the runs of this worker.
+
+        Raises:
+            SlotOverwritten: the slot was packed again while it was read.
+            PublisherLost: no answer within `SILENCE_S`.
+            PullTimeout: none either, and there was less time than that.
+        """
+        at, deadline = pull.slots[rank], pull.give_up
+        patience_s = min(SILENCE_S, max(deadline.at - self._host.clock(), LAST_WORD_S))
+        request = Check(worker=self.plan.worker, slot=at.slot, generation=at.generation)
+        try:
+            checked = self._sources[rank].client.ask(request, Checked, deadline_s=patience_s, check=deadline.check)
+        except PublisherLost as error:
+            if patience_s >= SILENCE_S:
+                raise
+            raise PullTimeout(
+                f"{self._holder}: only {patience_s:.1f} s were left to ask learner {rank}, which says nothing about "
+                f"whether it lives: {error}"
+            ) from error
+        if not checked.is_intact:
+            raise SlotOverwritten(
+                f"slot {at.slot} of learner {rank} was packed again while {self._holder} read version {pull.version} "
+                "from it; what was read is torn and is not committed"
+            )
+        return checked.digests
+
+    def _wrong_runs(self, rank: int, sent: tuple[int, ...]) -> list[int]:
+        if not self._request.verify:
+            return []
+        source = self._sources[rank]
         if len(sent) != len(source.runs):
             raise PlanMismatch(
                 f"{self._holder}: learner {rank} sent {len(sent)} digests for {len(source.runs)} runs; "

@@ -29,22 +29,22 @@ from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PlanMismatch, PublisherLost, StaleEpoch, VersionUnavailable, WeightSyncError
 from weight_sync.messages import (
     Arrived,
-    LeaseGranted,
-    LeaseRequest,
+    Check,
+    Checked,
+    Ok,
     OpenPublisher,
     OpenReceiver,
     PeerAddress,
+    Pin,
     Ping,
+    Pinned,
     Pong,
     PrefetchRequest,
     PublisherInfo,
-    Released,
-    ReleaseRequest,
-    Renewed,
-    RenewRequest,
     Request,
     Response,
     RunKeys,
+    SlotAt,
     decode,
     encode,
 )
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 KEYS = make_run_keys("run")
 OTHER_RUN = make_run_keys("other")
 EPOCH = 3
-LEASE = LeaseRequest(version=7, worker=0, ttl_s=1.0)
-RELEASE = ReleaseRequest(lease_id=1, slot=1, generation=2)
+CHECK = Check(worker=0, slot=7, generation=2)
+PREFETCH = PrefetchRequest(version=7, slots=(SlotAt(0, 1, 2),), deadline_s=9.0)
 MB = 1_000_000
 ANSWER_S = 20.0
 
@@ -75,14 +75,14 @@ class Desk:
     def __call__(self, sender: str, request: Request) -> Response | Future[Response]:
         self.seen.append((sender, request))
         match request:
-            case LeaseRequest(version=7):
-                return LeaseGranted(lease_id=len(self.seen), slot=1, generation=2, digests=(2**64 - 1, 0), seal_s=0.0)
-            case LeaseRequest():
+            case Check(slot=7):
+                return Checked(is_intact=True, digests=(2**64 - 1, len(self.seen)))
+            case Pin():
                 raise VersionUnavailable(f"version {request.version} is not held here")
             case PrefetchRequest():
                 return self.arrival
             case _:
-                return Released(is_intact=True)
+                return Ok()
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def wait_for(counters: Callable[[], dict[str, int]], name: str, count: int) -> N
 def serves_members(context: zmq.Context, server: ControlServer) -> bool:
     client = client_of(context, server.address, sender="r1/0")
     try:
-        return client.ask(LEASE, LeaseGranted, deadline_s=ANSWER_S).slot == 1
+        return client.ask(CHECK, Checked, deadline_s=ANSWER_S).is_intact
     finally:
         client.close()
 
@@ -139,15 +139,13 @@ def serves_members(context: zmq.Context, server: ControlServer) -> bool:
 def test_an_answer_keeps_64_bit_digests_and_the_server_knows_who_asked(
     context: zmq.Context, server: ControlServer, desk: Desk
 ) -> None:
-    assert client_of(context, server.address).ask(LEASE, LeaseGranted, deadline_s=ANSWER_S).digests == (2**64 - 1, 0)
-    assert desk.seen == [("r0/0", LEASE)]
+    assert client_of(context, server.address).ask(CHECK, Checked, deadline_s=ANSWER_S).digests == (2**64 - 1, 1)
+    assert desk.seen == [("r0/0", CHECK)]
 
 
 def test_a_refusal_keeps_its_type_and_message(context: zmq.Context, server: ControlServer) -> None:
     with pytest.raises(VersionUnavailable, match="version 9 is not held here"):
-        client_of(context, server.address).ask(
-            LeaseRequest(version=9, worker=0, ttl_s=1.0), LeaseGranted, deadline_s=ANSWER_S
-        )
+        client_of(context, server.address).ask(Pin(version=9, ttl_s=1.0), Pinned, deadline_s=ANSWER_S)
 
 
 def test_a_ping_is_answered_while_another_request_waits(
@@ -156,8 +154,7 @@ def test_a_ping_is_answered_while_another_request_waits(
     monkeypatch.setattr(channel, "RESEND_S", 0.05)
     waiting, other = client_of(context, server.address), client_of(context, server.address, sender="r0/1")
     found: list[Arrived] = []
-    prefetch = PrefetchRequest(version=7, deadline_s=9.0)
-    thread = threading.Thread(target=lambda: found.append(waiting.ask(prefetch, Arrived, deadline_s=ANSWER_S)))
+    thread = threading.Thread(target=lambda: found.append(waiting.ask(PREFETCH, Arrived, deadline_s=ANSWER_S)))
     thread.start()
     until = time.monotonic() + ANSWER_S
     while not desk.seen and time.monotonic() < until:
@@ -165,7 +162,7 @@ def test_a_ping_is_answered_while_another_request_waits(
     for _ in range(5):
         other.ping(deadline_s=ANSWER_S)
         time.sleep(0.05)
-    assert not found and [request for _, request in desk.seen] == [prefetch], "a repeated request that waits is one"
+    assert not found and [request for _, request in desk.seen] == [PREFETCH], "a repeated request that waits is one"
     desk.arrival.set_result(Arrived(version=7))
     thread.join(ANSWER_S)
     assert found == [Arrived(version=7)]
@@ -176,9 +173,9 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_request(
 ) -> None:
     client = client_of(context, server.address)
     with pytest.raises(PublisherLost, match=r"did not answer PrefetchRequest within 0\.2 s"):
-        client.ask(PrefetchRequest(version=7, deadline_s=9.0), Arrived, deadline_s=0.2)
+        client.ask(PREFETCH, Arrived, deadline_s=0.2)
     desk.arrival.set_result(Arrived(version=7))
-    assert client.ask(RELEASE, Released, deadline_s=ANSWER_S).is_intact
+    assert client.ask(CHECK, Checked, deadline_s=ANSWER_S).is_intact
 
 
 def test_an_unexpected_error_of_a_handler_is_answered_and_logged(
@@ -188,8 +185,8 @@ def test_an_unexpected_error_of_a_handler_is_answered_and_logged(
         raise KeyError(f"{sender} {type(request).__name__}")
 
     server = ControlServer(broken, KEYS, epoch=EPOCH)
-    with pytest.raises(WeightSyncError, match="KeyError: 'r0/0 LeaseRequest'"):
-        client_of(context, server.address).ask(LEASE, LeaseGranted, deadline_s=ANSWER_S)
+    with pytest.raises(WeightSyncError, match="KeyError: 'r0/0 Check'"):
+        client_of(context, server.address).ask(CHECK, Checked, deadline_s=ANSWER_S)
     assert "a control request failed" in caplog.text
     server.close()
 
@@ -203,7 +200,7 @@ def test_close_ends_the_thread_and_a_client_finds_out_in_time(context: zmq.Conte
     server.close()
     assert threading.active_count() == before - 1
     with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
-        client.ask(LEASE, LeaseGranted, deadline_s=0.3)
+        client.ask(CHECK, Checked, deadline_s=0.3)
     assert time.monotonic() - started < ANSWER_S
 
 
@@ -211,7 +208,7 @@ def test_an_answer_that_comes_after_the_end_goes_nowhere(context: zmq.Context, d
     """Not to the file either that has the number of the server's own descriptor by then."""
     server = ControlServer(desk, KEYS, epoch=EPOCH)
     with pytest.raises(PublisherLost):
-        client_of(context, server.address).ask(PrefetchRequest(version=7, deadline_s=9.0), Arrived, deadline_s=0.5)
+        client_of(context, server.address).ask(PREFETCH, Arrived, deadline_s=0.5)
     number = server._wake_fd
     server.close()
     files = [(tmp_path / str(i)).open("wb") for i in range(50)]
@@ -245,14 +242,14 @@ def test_another_epoch_of_the_run_is_refused_with_what_to_do(
     context: zmq.Context, server: ControlServer, desk: Desk
 ) -> None:
     with pytest.raises(StaleEpoch, match="r0/0 is in epoch 2, this process serves epoch 3 of run 'run'; open the"):
-        client_of(context, server.address, epoch=2).ask(LEASE, LeaseGranted, deadline_s=ANSWER_S)
+        client_of(context, server.address, epoch=2).ask(CHECK, Checked, deadline_s=ANSWER_S)
     assert desk.seen == []
 
 
 def test_a_worker_of_another_run_is_not_let_in(context: zmq.Context, server: ControlServer, desk: Desk) -> None:
     """It even knows the server's key."""
-    with pytest.raises(PublisherLost, match=r"did not answer LeaseRequest within 0\.5 s"):
-        client_of(context, server.address, OTHER_RUN).ask(LEASE, LeaseGranted, deadline_s=0.5)
+    with pytest.raises(PublisherLost, match=r"did not answer Check within 0\.5 s"):
+        client_of(context, server.address, OTHER_RUN).ask(CHECK, Checked, deadline_s=0.5)
     assert desk.seen == [] and server.counters()["control_unauthentic"] >= 1
     assert serves_members(context, server)
 
@@ -261,7 +258,7 @@ def test_a_server_on_a_reused_port_is_never_spoken_to(context: zmq.Context, serv
     """It is of the same run even: a client expects the very process that its set-up named."""
     predecessor = PeerAddress(endpoint=server.address.endpoint, public_key=zmq.curve_keypair()[0])
     with pytest.raises(PublisherLost):
-        client_of(context, predecessor).ask(LEASE, LeaseGranted, deadline_s=0.5)
+        client_of(context, predecessor).ask(CHECK, Checked, deadline_s=0.5)
     assert desk.seen == []
 
 
@@ -269,7 +266,7 @@ def test_clients_under_one_name_do_not_take_each_others_answers(context: zmq.Con
     """A worker that was restarted, and its predecessor that still runs."""
     clients = [client_of(context, server.address) for _ in range(20)]
     for _ in range(3):
-        numbers = [client.ask(LEASE, LeaseGranted, deadline_s=ANSWER_S).lease_id for client in clients]
+        numbers = [client.ask(CHECK, Checked, deadline_s=ANSWER_S).digests[1] for client in clients]
         assert numbers == list(range(numbers[0], numbers[0] + 20))
 
 
@@ -277,7 +274,7 @@ def test_a_server_remembers_nothing_about_clients_that_are_gone(server: ControlS
     for _ in range(200):
         with zmq.Context() as context:
             client = client_of(context, server.address)
-            client.ask(LEASE, LeaseGranted, deadline_s=ANSWER_S)
+            client.ask(CHECK, Checked, deadline_s=ANSWER_S)
             client.close()
     assert not server._waiting and server.counters()["control_connections"] >= 200
 
@@ -290,7 +287,7 @@ def test_a_client_reaches_the_successor_of_a_server(desk: Desk) -> None:
         for _ in range(3):
             server = ControlServer(desk, KEYS, epoch=EPOCH)
             line = lines.dial("r0/0", server.address)
-            assert (await lines.ask(line, LEASE, LeaseGranted, deadline_s=ANSWER_S)).slot == 1
+            assert (await lines.ask(line, CHECK, Checked, deadline_s=ANSWER_S)).is_intact
             await asyncio.to_thread(server.close)
         lines.close()
 
@@ -304,8 +301,8 @@ async def test_one_socket_reaches_many_workers_concurrently(desk: Desk) -> None:
     servers = [ControlServer(desk, KEYS, epoch=EPOCH) for _ in range(20)]
     lines = Switchboard(KEYS, epoch=EPOCH)
     dialled = [lines.dial(f"r{number}/0", server.address) for number, server in enumerate(servers)]
-    asking = [lines.ask(line, LEASE, LeaseGranted, deadline_s=ANSWER_S) for line in dialled]
-    assert {granted.slot for granted in await asyncio.gather(*asking)} == {1}
+    asking = [lines.ask(line, CHECK, Checked, deadline_s=ANSWER_S) for line in dialled]
+    assert {checked.is_intact for checked in await asyncio.gather(*asking)} == {True}
     lines.hang_up(dialled[3])
     lines.hang_up(dialled[3])
     with pytest.raises(WeightSyncError, match="no line to r3/0"):
@@ -320,9 +317,9 @@ async def test_one_socket_reaches_many_workers_concurrently(desk: Desk) -> None:
 async def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(server: ControlServer, desk: Desk) -> None:
     lines = Switchboard(KEYS, epoch=EPOCH)
     line = lines.dial("r0/0", PeerAddress(endpoint=server.address.endpoint, public_key=zmq.curve_keypair()[0]))
-    first = asyncio.create_task(lines.ask(line, LEASE, LeaseGranted, deadline_s=60.0))
-    with pytest.raises(TimeoutError, match=r"did not answer LeaseRequest within 0\.3 s") as caught:
-        await asyncio.wait_for(lines.ask(line, LEASE, LeaseGranted, deadline_s=0.3), ANSWER_S)
+    first = asyncio.create_task(lines.ask(line, CHECK, Checked, deadline_s=60.0))
+    with pytest.raises(TimeoutError, match=r"did not answer Check within 0\.3 s") as caught:
+        await asyncio.wait_for(lines.ask(line, CHECK, Checked, deadline_s=0.3), ANSWER_S)
     for part in ("r0/0", server.address.endpoint, "weight_sync.timeout_s"):
         assert part in str(caught.value)
     assert not first.done()
@@ -406,7 +403,7 @@ def test_a_crowd_at_the_door_keeps_no_member_out(context: zmq.Context, server: C
 
 def frame(**changes: Any) -> bytes:
     """The bytes of a request; `changes` may make nonsense of it."""
-    fields = {"epoch": EPOCH, "sender": "r9/0", "request_id": 1, "request": ["renew", 1, 1.0]}
+    fields = {"epoch": EPOCH, "sender": "r9/0", "request_id": 1, "request": ["pin", 9, 1.0]}
     return msgspec.msgpack.encode(list({**fields, **changes}.values()))
 
 
@@ -436,13 +433,13 @@ class Fuzzer:
         return [whole[: self._random.randrange(len(whole))]]
 
     def flipped(self) -> list[bytes]:
-        data = bytearray(frame(request=["release", 10**9, -1, 0]))
+        data = bytearray(frame(request=["check", 0, 10**9, -1]))
         data[self._random.randrange(len(data))] ^= 1 << self._random.randrange(8)
         return [bytes(data)]
 
     def wrong_type(self) -> list[bytes]:
         name = self._random.choice(["epoch", "sender", "request_id", "request"])
-        value = self._random.choice([None, 1.5, [], {}, "text", b"\xff", True, ["lease"], [["x"]]])
+        value = self._random.choice([None, 1.5, [], {}, "text", b"\xff", True, ["pin"], [["x"]]])
         return [frame(**{name: value})]
 
     def unknown_field(self) -> list[bytes]:
@@ -452,12 +449,12 @@ class Fuzzer:
 
     def huge_number(self) -> list[bytes]:
         big = self._random.choice([2**63, 2**64 - 1, -(2**63), 1e308, float("nan"), float("inf")])
-        return [self._request(self._random.choice([["release", big, big, big], ["lease", big, 0, 1.0]]))]
+        return [self._request(self._random.choice([["check", big, big, big], ["pin", big, 1.0]]))]
 
     def nested(self) -> list[bytes]:
         depth = self._random.choice([100, 2_000, 50_000])
         inner = self._random.choice([b"\x91", b"\x81\x01"]) * depth + b"\x01"
-        return [frame(request=msgspec.Raw(b"\x94\xa5renew\x01\xcb" + bytes(8) + inner))]
+        return [frame(request=msgspec.Raw(b"\x94\xa3pin\x01\xcb" + bytes(8) + inner))]
 
     def bad_text(self) -> list[bytes]:
         return [frame(request=msgspec.Raw(b"\x93\xa5" + b"\xff" * 5 + b"\x01\x01"))]
@@ -468,9 +465,9 @@ class Fuzzer:
     def senseless(self) -> list[bytes]:
         """Well formed, and nothing that a publisher can do."""
         choices: list[list[Any]] = [
-            ["lease", 1, 99, 1.0], ["lease", 1, 0, float("nan")], ["lease", 1, 0, -1.0], ["lease", -5, 0, 1.0],
-            ["renew", 10**9, 1.0], ["prefetch", 1, 1.0], ["pair_send", b"", 0, 9, [[0, 2**62]]],
-            ["pair_watch", self._bytes()],
+            ["pin", 1, 99.0], ["pin", 1, float("nan")], ["pin", 1, -1.0], ["pin", -5, 1.0], ["unpin", 10**9],
+            ["check", 99, 0, 0], ["check", 0, 10**9, -1], ["prefetch", 1, [], 1.0],
+            ["pair_send", b"", 0, 9, [[0, 2**62]]], ["pair_watch", self._bytes()],
         ]  # fmt: skip
         return [self._request(self._random.choice(choices))]
 
@@ -503,25 +500,25 @@ def publisher() -> Iterator[LocalPublisher]:
 
 def slots_of(publisher: LocalPublisher) -> tuple[Any, ...]:
     epoch = publisher.publisher._epoch
-    slots = epoch.arena._table.slots
+    slots = epoch.table.slots
     contents = [bytes(epoch.end.slot(slot.index).numpy()) for slot in slots]
-    return tuple((slot.version, slot.generation, sorted(slot.leases)) for slot in slots), contents
+    return tuple((slot.version, slot.generation, slot.state) for slot in slots), contents
 
 
 def test_a_thousand_senseless_frames_of_a_member_change_nothing(
     context: zmq.Context, publisher: LocalPublisher
 ) -> None:
     client = client_of(context, publisher.address)
-    granted = client.ask(LeaseRequest(version=1, worker=0, ttl_s=600.0), LeaseGranted, deadline_s=ANSWER_S)
-    renewal = RenewRequest(lease_id=granted.lease_id, ttl_s=600.0)
+    pin = Pin(version=1, ttl_s=60.0)
+    client.ask(pin, Pinned, deadline_s=ANSWER_S)
     line, fuzzer, before = member_socket(context, publisher.address), Fuzzer(20), slots_of(publisher)
     for number in range(1000):
         line.send_multipart(fuzzer.frames(number))
         while line.poll(0):
             line.recv_multipart()
         if number % 50 == 0:
-            client.ask(renewal, Renewed, deadline_s=ANSWER_S)
-    client.ask(renewal, Renewed, deadline_s=ANSWER_S)
+            client.ask(pin, Pinned, deadline_s=ANSWER_S)
+    client.ask(pin, Pinned, deadline_s=ANSWER_S)
     counters = publisher.publisher.counters
     for fate in ("malformed", "refused", "stale"):
         wait_for(counters, f"control_{fate}", 1000 // 30)
@@ -540,7 +537,7 @@ def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(
     before = slots_of(publisher)[1]
     for _ in range(5):
         member_socket(context, publisher.address).send(b"x" * (MAX_REQUEST_BYTES + 1))
-    assert client.ask(LeaseRequest(version=1, worker=0, ttl_s=600.0), LeaseGranted, deadline_s=ANSWER_S).slot == 0
+    assert client.ask(Pin(version=1, ttl_s=60.0), Pinned, deadline_s=ANSWER_S).slot == 0
     assert slots_of(publisher)[1] == before
     client.close()
 

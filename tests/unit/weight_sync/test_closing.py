@@ -327,14 +327,14 @@ async def test_a_pull_that_still_runs_ends_before_what_it_reads_is_freed(name: s
         await world.step(1)
         for replica in replicas:
             receiver: Any = replica.receivers[0]
-            receiver._epoch._leases.take = take_for_ever
-            receiver.prefetch(2, deadline_s=60.0)
+            receiver._epoch.pull = pull_for_ever
+            receiver.prefetch(2, (), deadline_s=60.0)
         await world.coordinator.leave(name)
         mappings.assert_in_order()
     mappings.assert_all_gone()
 
 
-def take_for_ever(_version: int, *, give_up: Any, **_: Any) -> None:
+def pull_for_ever(_version: int, _slots: Any, *, give_up: Any) -> None:
     while True:
         give_up.check()
         time.sleep(0.002)

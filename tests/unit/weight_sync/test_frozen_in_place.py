@@ -1,4 +1,4 @@
-"""A replica that is evaluated in the middle of an in-place sync: its lease runs out, and nobody waits for it."""
+"""A replica that is evaluated in the middle of an in-place sync: its version is not kept, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def world_at_1() -> AsyncIterator[World]:
 
 
 async def wait_in_freeze(world: World) -> asyncio.Task[SyncReport]:
-    """r1 takes version 2. r0, which is frozen, has leased it and outlives its lease."""
+    """r1 takes version 2. r0, which is frozen, knows of it, for longer than the deadline of the sync."""
     await world.publish(2)
     syncing = asyncio.create_task(world.sync(2))
     await asyncio.sleep(1.5 * TIMEOUT_S)
@@ -58,7 +58,7 @@ async def wait_in_freeze(world: World) -> asyncio.Task[SyncReport]:
     return syncing
 
 
-async def test_a_thawed_replica_leases_its_version_again_and_takes_it() -> None:
+async def test_the_version_of_a_thawed_replica_is_pinned_again_and_it_takes_it() -> None:
     async with world_at_1() as world:
         async with world.coordinator.freeze("r0"):
             syncing = await wait_in_freeze(world)
@@ -73,7 +73,7 @@ async def test_a_version_whose_slot_is_needed_passes_a_frozen_replica_by_and_the
             syncing = await wait_in_freeze(world)
             for version in (3, 4):
                 await world.publish(version)
-        with pytest.raises(VersionUnavailable, match=r"r0/0: version 2 .* held: \[3(, 4)?\]"):  # as it asked
+        with pytest.raises(VersionUnavailable, match=r"version 2 .* held: \[3, 4\]"):
             await syncing  # so nobody counts version 2 as live
         replica = world.replicas[0]
         replica.assert_holds(full_weights(1))

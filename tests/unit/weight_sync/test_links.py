@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.sync_world import LocalReplica
 from tests.unit.weight_sync.test_coordinator import opened
-from weight_sync.errors import VersionUnavailable
+from weight_sync.errors import DigestMismatch
 
 if TYPE_CHECKING:
     from tests.unit.weight_sync.test_coordinator import World
@@ -41,19 +41,18 @@ async def test_links_that_come_during_a_pull_end_it() -> None:
         await world.step(1)
         await world.step(2)
         receiver = replicas[3].receivers[0]
-        leases = receiver._epoch._leases
-        take = leases.take
+        pull = receiver._epoch.pull
 
-        def take_for_ever(_version: int, *, give_up: Any, **_: Any) -> None:
+        def pull_for_ever(_version: int, _slots: Any, *, give_up: Any) -> None:
             while True:
                 give_up.check()
                 time.sleep(0.002)
 
-        leases.take = take_for_ever
-        receiver.prefetch(2, deadline_s=60.0)
+        receiver._epoch.pull = pull_for_ever
+        receiver.prefetch(2, (), deadline_s=60.0)
         async with world.coordinator.lease("r0"):
             assert receiver._prefetch is None
-            leases.take = take
+            receiver._epoch.pull = pull
             report: Any = await world.step(3)
             assert (report.num_stalls, report.replicas_live) == (0, 3)
             for replica in replicas[1:]:
@@ -116,18 +115,22 @@ async def test_links_that_did_not_reach_everybody_are_sent_again_before_the_next
         assert asked == [["r0", "r1", "r2"]] * 2
 
 
-async def test_those_behind_a_replica_that_is_refused_a_version_hear_of_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_those_behind_a_replica_that_gives_a_version_up_hear_of_it(caplog: pytest.LogCaptureFixture) -> None:
     replicas = replicas_called(3)
     async with opened(1, replicas, commit="staged") as world:
         await world.step(1)
+        reach: Any = next(iter(replicas[0].receivers[0]._epoch._readers.values()))
+        failures = iter([DigestMismatch("broken memory")] * 2)
+        pull = reach.pull
 
-        def refuse(*_: object, **__: object) -> None:
-            raise VersionUnavailable("version 2 is not held here")
+        def fail_twice(*args: Any, **options: Any) -> None:
+            for failure in failures:
+                raise failure
+            pull(*args, **options)
 
-        replicas[0].receivers[0]._epoch._leases.take = refuse
+        reach.pull = fail_twice
         caplog.set_level(logging.WARNING, "weight_sync")
-        with pytest.raises(VersionUnavailable):
-            await world.step(2)
+        await world.step(2)
         assert world.coordinator.live_versions == {"r0": 1, "r1": 2, "r2": 2}
         assert "r0/0 does not bring version 2 of learner 0: it gave that version up" in caplog.text
         assert "no progress" not in caplog.text

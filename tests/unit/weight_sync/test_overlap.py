@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.cpu import CpuBackend
+from weight_sync.messages import SlotAt
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,6 +62,14 @@ class SlowBackend(CpuBackend):
             self.is_armed = False
 
 
+def held(publisher: LocalPublisher, version: int) -> SlotAt:
+    """As the coordinator pins it."""
+    epoch = publisher.publisher._epoch
+    assert epoch is not None
+    pinned = epoch.table.pin(version, 30.0).result(20.0)
+    return SlotAt(0, pinned.slot, pinned.generation)
+
+
 async def test_pull_beside_a_commit_does_not_reach_what_is_committed() -> None:
     """The commit of version 2 stands still; version 3 is asked for meanwhile. What goes live as 2 must be 2."""
     replica, backend = LocalReplica("r0"), SlowBackend()
@@ -76,12 +85,14 @@ async def test_pull_beside_a_commit_does_not_reach_what_is_committed() -> None:
             if version < 2:
                 await coordinator.sync(version)
             if version == 2:
-                await asyncio.wrap_future(receiver.prefetch(2, deadline_s=5.0))
+                await asyncio.wrap_future(receiver.prefetch(2, [held(publisher, 2)], deadline_s=5.0))
         backend.is_armed = True
         commit = threading.Thread(target=receiver.commit, args=(2,), kwargs={"deadline_s": 10.0}, name="commit")
         commit.start()
         await asyncio.to_thread(backend.reached.wait, 5.0)
-        prefetch = threading.Thread(target=receiver.prefetch, args=(3,), kwargs={"deadline_s": 5.0})
+        prefetch = threading.Thread(
+            target=receiver.prefetch, args=(3, [held(publisher, 3)]), kwargs={"deadline_s": 5.0}
+        )
         prefetch.start()
         await asyncio.sleep(0.3)
         backend.go_on.set()

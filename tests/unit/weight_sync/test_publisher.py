@@ -10,7 +10,7 @@ from tests.fakes.row_shards import row_shards
 from tests.fakes.sync_world import DTYPE, PARAMS, FusedModel, LocalPublisher, full_weights, local_tensors
 from weight_sync.channel import make_run_keys
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.errors import LeaseExpired, PlanMismatch, PullTimeout, WeightSyncError
+from weight_sync.errors import PlanMismatch, PullTimeout, SlotOverwritten, WeightSyncError
 from weight_sync.messages import (
     OpenPublisher,
     PackReport,
@@ -87,11 +87,9 @@ def test_publishing_a_held_version_again_changes_nothing(rank: LocalPublisher) -
     assert decode(rank.ws_digests(1, 5.0), PublishedDigests) == before
 
 
-def test_a_self_test_that_hangs_holds_its_slot_no_longer_than_it_may(
+def test_a_self_test_whose_slot_is_packed_again_meanwhile_says_so(
     rank: LocalPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    rank.publisher = WeightPublisher(CpuBackend(), rank=1, clock=lambda: now)
     rank.ws_open(opening(plan_of(3, 1), num_slots=1))
     rank.ws_publish(1, 5.0)
     sealer = rank.publisher._epoch.sealer
@@ -99,15 +97,13 @@ def test_a_self_test_that_hangs_holds_its_slot_no_longer_than_it_may(
     digests_of = sealer.digests_of
 
     def hang(slot: int) -> tuple[int, ...]:
-        nonlocal now
-        now += 7.0
         monkeypatch.undo()
         rank.full = full_weights(2)
         rank.ws_publish(2, 0.0)
         return digests_of(slot)
 
     monkeypatch.setattr(sealer, "digests_of", hang)
-    with pytest.raises(LeaseExpired, match=r"took longer than 6\.0 s to digest version 1"):
+    with pytest.raises(SlotOverwritten, match=r"digested version 1 while its slot was packed again"):
         rank.ws_digests(1, 6.0)
 
 
@@ -137,15 +133,6 @@ def test_missing_tensor_is_named(rank: LocalPublisher) -> None:
     rank.ws_open(opening(plan_of(3, 1)))
     with pytest.raises(PlanMismatch, match=r"weight: .*gave no local shard"):
         rank.publisher.publish(1, {}, deadline_s=1.0)
-
-
-def test_reader_that_never_leaves_is_named(rank: LocalPublisher) -> None:
-    rank.ws_open(opening(plan_of(3, 1), num_slots=1))
-    rank.ws_publish(1, 5.0)
-    rank.publisher._epoch.sealer.wait(5.0)
-    rank.publisher._epoch.arena.lease(1, holder="r5/0", ttl_s=1000.0)
-    with pytest.raises(PullTimeout, match="r5/0 reads version 1 in slot 0"):
-        rank.ws_publish(2, 0.2)
 
 
 def test_rank_that_was_not_planned_is_refused() -> None:

@@ -8,28 +8,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import zmq
 
 from tests.fakes.ports import listening_ports
 from tests.fakes.row_shards import row_shards
 from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
 from tests.fakes.weight_job import LearnerProcess
-from weight_sync.channel import make_run_keys
+from weight_sync.channel import ControlClient, make_run_keys
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import (
-    LeaseExpired,
     PlanMismatch,
     PublisherLost,
     PullTimeout,
     ReplicaDirty,
-    VersionUnavailable,
+    SlotOverwritten,
     WeightSyncError,
 )
 from weight_sync.messages import (
     OpenPublisher,
     OpenReceiver,
-    Pending,
+    Pin,
+    Pinned,
     PublisherInfo,
     Reply,
+    SlotAt,
     decode,
     encode,
     reply_state,
@@ -42,7 +44,9 @@ from weight_sync.receive import sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
+    from weight_sync.messages import PullReport
     from weight_sync.plan.agreement import SharedPlan
     from weight_sync.receive.receiver import WeightReceiver
 
@@ -75,8 +79,25 @@ class Pair:
         self.request = OpenReceiver(**fields)
         self.receiver.open(self.request)
 
+    def pinned(self, version: int) -> list[SlotAt]:
+        """As the coordinator does."""
+        found = []
+        for info in self.infos:
+            client = ControlClient(zmq.Context.instance(), info.address, KEYS, epoch=1, sender="coordinator")
+            at = client.ask(Pin(version=version, ttl_s=30.0), Pinned, deadline_s=20.0)
+            client.close()
+            found.append(SlotAt(info.rank, at.slot, at.generation))
+        return found
+
+    def prefetch(self, version: int, deadline_s: float = 10.0) -> Future[Any]:
+        return self.receiver.prefetch(version, self.pinned(version), deadline_s=deadline_s)
+
     def fetch(self, version: int, deadline_s: float = 10.0) -> None:
-        self.receiver.prefetch(version, deadline_s=deadline_s).result(60)
+        self.prefetch(version, deadline_s).result(60)
+
+    def take(self, version: int) -> PullReport:
+        self.fetch(version)
+        return self.receiver.commit(version, deadline_s=5.0)
 
     def after_pull(self, action: Callable[[], None]) -> None:
         """Run `action` once, after the bytes of the first source were copied and before they are checked."""
@@ -118,8 +139,7 @@ def open_pair(publisher: LocalPublisher, closing: list[Any], commit: str, **chan
     pair = Pair([publisher], ask_local, commit=commit, **changes)
     closing.append(pair.receiver)
     publisher.ws_publish(1, 5.0)
-    pair.fetch(1)
-    pair.receiver.commit(1, deadline_s=5.0)
+    pair.take(1)
     publisher.full = NEW
     publisher.ws_publish(2, 5.0)
     return pair
@@ -149,7 +169,7 @@ def test_commit_of_the_live_version_does_nothing(local: LocalPublisher, closing:
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
 def test_torn_read_is_never_committed(closing: list[Any], commit: str, verify: bool) -> None:
-    """The reader is so slow that its lease runs out and the learner packs the slot again."""
+    """The coordinator is gone, the pin runs out, and the learner packs the slot again under the reader."""
     now = [0.0]
     publisher = LocalPublisher(0, 1, OLD)
     publisher.publisher = WeightPublisher(CpuBackend(), rank=0, clock=lambda: now[0])
@@ -162,7 +182,7 @@ def test_torn_read_is_never_committed(closing: list[Any], commit: str, verify: b
             publisher.ws_publish(version, 5.0)
 
     pair.after_pull(pack_twice_more)
-    with pytest.raises(LeaseExpired, match="torn and is not committed"):
+    with pytest.raises(SlotOverwritten, match="torn and is not committed"):
         pair.fetch(2)
         pair.receiver.commit(2, deadline_s=5.0)
     assert pair.receiver.is_dirty == (commit == "inplace")
@@ -171,19 +191,27 @@ def test_torn_read_is_never_committed(closing: list[Any], commit: str, verify: b
         assert pair.receiver.live_version == 1
 
 
-def test_superseded_version_says_so(local: LocalPublisher, closing: list[Any]) -> None:
-    pair = open_pair(local, closing, "staged")
-    for version in (3, 4):
-        local.ws_publish(version, 5.0)
-    with pytest.raises(VersionUnavailable, match=r"version 2 is not held here, held: \[3(, 4)?\]"):
-        pair.fetch(2)
-
-
-def test_in_place_prefetch_keeps_the_version_from_being_superseded(local: LocalPublisher, closing: list[Any]) -> None:
+def test_a_commit_in_place_whose_slot_was_packed_again_writes_nothing(
+    local: LocalPublisher, closing: list[Any]
+) -> None:
     pair = open_pair(local, closing, "inplace")
     pair.fetch(2)
+    local.publisher._epoch.table.unpin(2)
     for version in (3, 4):
         local.ws_publish(version, 5.0)
+    with pytest.raises(SlotOverwritten):
+        pair.receiver.commit(2, deadline_s=5.0)
+    assert not pair.receiver.is_dirty
+    assert pair.receiver.live_version == 1
+    pair.replica.assert_holds(OLD)
+
+
+def test_a_commit_of_the_live_version_leaves_the_prefetch_of_the_next_alone(
+    local: LocalPublisher, closing: list[Any]
+) -> None:
+    pair = open_pair(local, closing, "staged")
+    pair.fetch(2)
+    pair.receiver.commit(1, deadline_s=5.0)
     pair.receiver.commit(2, deadline_s=5.0)
     pair.replica.assert_holds(NEW)
 
@@ -196,47 +224,22 @@ def test_dirty_worker_becomes_clean_with_a_full_commit(local: LocalPublisher, cl
 
     pair.after_pull(break_off)
     with pytest.raises(PullTimeout):
-        pair.receiver.commit(2, deadline_s=5.0)
+        pair.take(2)
     assert pair.receiver.is_dirty
     assert pair.receiver.live_version is None
     with pytest.raises(ReplicaDirty, match="commit a version again"):
         pair.receiver.parameter_digests()
-    pair.receiver.commit(2, deadline_s=5.0)
+    pair.take(2)
     assert not pair.receiver.is_dirty
     pair.replica.assert_holds(NEW)
 
 
 def test_aborted_prefetch_leaves_the_weights_and_can_be_repeated(local: LocalPublisher, closing: list[Any]) -> None:
     pair = open_pair(local, closing, "staged")
-    pair.receiver.prefetch(2, deadline_s=5.0)
+    pair.prefetch(2)
     assert pair.receiver.abort()
     pair.replica.assert_holds(OLD)
-    pair.fetch(2)
-    pair.receiver.commit(2, deadline_s=5.0)
-    pair.replica.assert_holds(NEW)
-
-
-def test_long_pull_renews_its_lease(closing: list[Any]) -> None:
-    now = [0.0]
-    publisher = LocalPublisher(0, 1, OLD)
-    publisher.publisher = WeightPublisher(CpuBackend(), rank=0, clock=lambda: now[0])
-    closing.append(publisher.publisher)
-    pair = open_pair(publisher, closing, "staged", lease_s=0.6)
-    pair.receiver._epoch._leases._clock = lambda: now[0]
-    end = next(iter(pair.receiver._epoch._readers.values()))
-    original = end.pull
-
-    def slow(*args: Any, check: Callable[[], None], **kwargs: Any) -> None:
-        for _ in range(8):
-            now[0] += 0.12
-            check()
-        for version in (3, 4, 5):
-            publisher.ws_publish(version, 5.0)
-        original(*args, check=check, **kwargs)
-
-    end.pull = slow
-    pair.fetch(2)
-    pair.receiver.commit(2, deadline_s=5.0)
+    pair.take(2)
     pair.replica.assert_holds(NEW)
 
 
@@ -263,7 +266,7 @@ class Watched:
     """A pair whose pulls of the second version do what they are told, on a clock that can be put forward."""
 
     def __init__(self, pair: Pair, *pulls: Callable[[Callable[[], None]], None]) -> None:
-        self.receiver, self.late_s, self.num_pulls = pair.receiver, 0.0, 0
+        self.pair, self.receiver, self.late_s, self.num_pulls = pair, pair.receiver, 0.0, 0
         host = replace(self.receiver._host, clock=lambda: time.monotonic() + self.late_s)
         self.receiver._host = self.receiver._epoch._host = host
         end = next(iter(self.receiver._epoch._readers.values()))
@@ -297,11 +300,11 @@ def test_a_pull_goes_on_while_its_retry_is_on_its_way(closing: list[Any], local:
         assert may_go_on.wait(30)
 
     watched = Watched(open_pair(local, closing, "staged"), look)
-    watched.receiver.prefetch(2, deadline_s=5.0)
+    watched.pair.prefetch(2, deadline_s=5.0)
     watched.late_s = 6.0
     may_look.set()
     assert has_looked.wait(30)
-    second = watched.receiver.prefetch(2, deadline_s=60.0)
+    second = watched.pair.prefetch(2, deadline_s=60.0)
     watched.late_s = 60.0
     may_go_on.set()
     second.result(30)
@@ -318,36 +321,11 @@ def test_a_retry_does_not_join_a_pull_whose_time_is_over(closing: list[Any], loc
 
     has_begun = threading.Event()
     watched = Watched(open_pair(local, closing, "staged"), hang)
-    watched.receiver.prefetch(2, deadline_s=5.0)
+    watched.pair.prefetch(2, deadline_s=5.0)
     watched.wait_for(lambda: watched.num_pulls == 1)
     has_begun.set()
     watched.late_s = 5.0 + prefetch.SLACK_S + 1.0
-    second = watched.receiver.prefetch(2, deadline_s=30.0)
-    second.result(30)
-    assert watched.num_pulls == 2
-
-
-def test_a_retry_does_not_join_a_pull_that_gives_back_its_leases(closing: list[Any], local: LocalPublisher) -> None:
-    is_giving_back, may_end = threading.Event(), threading.Event()
-
-    def fail(_: Callable[[], None]) -> None:
-        raise PublisherLost("just now")
-
-    watched = Watched(open_pair(local, closing, "staged"), fail)
-    leases = watched.receiver._epoch._leases
-    original = leases.drop
-
-    def drop() -> None:
-        if threading.current_thread().name.startswith("weight-sync-prefetch") and watched.num_pulls == 1:
-            is_giving_back.set()
-            assert may_end.wait(30)
-        original()
-
-    leases.drop = drop
-    watched.receiver.prefetch(2, deadline_s=30.0)
-    assert is_giving_back.wait(30)
-    threading.Timer(0.2, may_end.set).start()
-    second = watched.receiver.prefetch(2, deadline_s=30.0)
+    second = watched.pair.prefetch(2, deadline_s=30.0)
     second.result(30)
     assert watched.num_pulls == 2
 
@@ -374,8 +352,7 @@ def open_process_pair(process: LearnerProcess, closing: list[Any], commit: str) 
     pair = Pair([process], ask_process, commit=commit)
     closing.append(pair.receiver)
     process.ask("ws_publish", 1, 5.0)
-    pair.fetch(1)
-    pair.receiver.commit(1, deadline_s=5.0)
+    pair.take(1)
     pair.replica.assert_holds(OLD)
     process.ask("train", 1)
     process.ask("ws_publish", 2, 5.0)
@@ -409,15 +386,15 @@ def test_stopped_learner_is_noticed_in_time_and_works_on_when_it_wakes(
 ) -> None:
     monkeypatch.setattr(sources, "SILENCE_S", 0.5)
     pair = open_process_pair(process, closing, "staged")
+    slots = pair.pinned(2)
     process.signal(signal.SIGSTOP)
     try:
         with pytest.raises(PublisherLost):
-            pair.fetch(2)
+            pair.receiver.prefetch(2, slots, deadline_s=10.0).result(60)
         pair.replica.assert_holds(OLD)
     finally:
         process.signal(signal.SIGCONT)
-    pair.fetch(2)
-    pair.receiver.commit(2, deadline_s=5.0)
+    pair.take(2)
     pair.replica.assert_holds(NEW)
 
 
@@ -427,37 +404,17 @@ def test_an_abort_waits_for_no_learner_that_says_nothing(
 ) -> None:
     monkeypatch.setattr(prefetch, "ABORT_WAIT_S", 5.0)  # less than the patience with a silent learner
     pair = open_process_pair(process, closing, commit)
+    slots = pair.pinned(2)
     process.signal(signal.SIGSTOP)
     try:
-        pair.receiver.prefetch(2, deadline_s=60.0)
+        pair.receiver.prefetch(2, slots, deadline_s=60.0)
         time.sleep(0.2)
-        assert pair.receiver._prefetch.is_running
+        assert pair.receiver._prefetch.is_running == (commit == "staged")
         assert pair.receiver.abort()
         pair.replica.assert_holds(OLD)
     finally:
         process.signal(signal.SIGCONT)
-    pair.fetch(2)
-    pair.receiver.commit(2, deadline_s=5.0)
-    pair.replica.assert_holds(NEW)
-
-
-def test_an_abort_waits_for_no_seal(local: LocalPublisher, closing: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "ABORT_WAIT_S", 5.0)
-    pair = open_pair(local, closing, "staged")
-    asked = threading.Event()
-
-    def not_yet(request: object, kind: object, **_: object) -> Pending:
-        asked.set()
-        return Pending()
-
-    source = next(iter(pair.receiver._epoch._sources.values()))
-    with monkeypatch.context() as unsealed:
-        unsealed.setattr(source.client, "ask", not_yet)
-        pair.receiver.prefetch(2, deadline_s=60.0)
-        assert asked.wait(5.0)
-        assert pair.receiver.abort()
-    pair.fetch(2)
-    pair.receiver.commit(2, deadline_s=5.0)
+    pair.take(2)
     pair.replica.assert_holds(NEW)
 
 
@@ -474,10 +431,15 @@ def test_a_learner_that_there_is_no_time_to_ask_is_not_called_lost(
         raise PublisherLost(f"no answer within {deadline_s:.1f} s")
 
     monkeypatch.setattr(source.client, "ask", say_nothing)
+
+    def take(deadline_s: float) -> None:
+        pair.fetch(2, deadline_s)
+        pair.receiver.commit(2, deadline_s=deadline_s)
+
     with pytest.raises(PullTimeout, match="says nothing about whether it lives"):
-        pair.fetch(2, deadline_s=3.0)
+        take(3.0)
     with pytest.raises(PublisherLost, match=r"within 10\.0 s"):
-        pair.fetch(2, deadline_s=60.0)
+        take(60.0)
 
 
 def test_dead_learner_is_noticed_when_the_epoch_opens(process: LearnerProcess) -> None:
@@ -499,24 +461,12 @@ def shared_memory_names() -> set[str]:
 def test_epoch_opened_again_believes_nothing_it_held_before(local: LocalPublisher, closing: list[Any]) -> None:
     """A resumed learner may publish other weights under a number that was live before."""
     pair = open_pair(local, closing, "staged")
-    pair.fetch(2)
-    pair.receiver.commit(2, deadline_s=5.0)
+    pair.take(2)
     pair.receiver.open(pair.request)
     assert pair.receiver.live_version is None
-    pair.fetch(2)
-    assert pair.receiver.commit(2, deadline_s=5.0).nbytes > 0
+    assert pair.take(2).nbytes > 0
     pair.receiver.forget()
-    pair.fetch(2)
-    assert pair.receiver.commit(2, deadline_s=5.0).nbytes > 0, "what slept is written again"
-
-
-def test_refused_version_leaves_a_worker_in_place_clean(local: LocalPublisher, closing: list[Any]) -> None:
-    pair = open_pair(local, closing, "inplace")
-    with pytest.raises(VersionUnavailable):
-        pair.receiver.commit(77, deadline_s=1.0)
-    assert not pair.receiver.is_dirty
-    assert pair.receiver.live_version == 1
-    pair.replica.assert_holds(OLD)
+    assert pair.take(2).nbytes > 0, "what slept is written again"
 
 
 def test_retry_gives_a_pull_under_way_more_time(
@@ -525,7 +475,7 @@ def test_retry_gives_a_pull_under_way_more_time(
     monkeypatch.setattr(prefetch, "SLACK_S", 0.0)
     pair = open_pair(local, closing, "staged")
     pair.after_pull(lambda: time.sleep(1.2))
-    pair.receiver.prefetch(2, deadline_s=0.9)
+    pair.prefetch(2, deadline_s=0.9)
     pair.fetch(2, deadline_s=5.0)
     pair.receiver.commit(2, deadline_s=5.0)
     pair.replica.assert_holds(NEW)
