@@ -30,7 +30,16 @@ from weight_sync.control.epoch import (
     forget,
     part,
 )
-from weight_sync.control.members import ANSWER_S, Member, MemberState, Outcome, PublisherHandle, ReplicaHandle, nothing
+from weight_sync.control.members import (
+    ANSWER_S,
+    Member,
+    MemberState,
+    Outcome,
+    PublisherHandle,
+    ReplicaHandle,
+    ReplicaState,
+    nothing,
+)
 from weight_sync.control.pins import VersionPin
 from weight_sync.errors import DigestMismatch, PullTimeout, ReplicaDirty, VersionUnavailable, WeightSyncError
 from weight_sync.messages import PackReport, PublishedDigests, ReplicaTimes, RunDigests, SyncReport, decode, open_reply
@@ -95,7 +104,7 @@ def sync_report(
     """
     outcomes = by_replica.values()
     pulls = [report for outcome in outcomes for report in outcome.reports]
-    lived = [m.live_version for m in members if m.state == "live" and m.live_version is not None]
+    lived = [m.live_version for m in members if m.state.public == "live" and m.live_version is not None]
     ranks = {rank for report in pulls for rank in report.pull_by_source}
     counters: Counter[str] = Counter()
     for report in (*packs, *pulls):
@@ -179,8 +188,6 @@ class SyncCoordinator:
         """The learners may be writing over the version that is published."""
         self._is_linked = True
         """Every worker knows whom to read from. Some that do not could wait for each other in a circle."""
-        self._replaced = set[str]()
-        """Members whose successors are on their way. They may hold nothing any more: syncs and links pass them by."""
         self._membership_lock = asyncio.Lock()
         """A sync and a change of membership wait for each other."""
 
@@ -197,7 +204,7 @@ class SyncCoordinator:
 
     @property
     def members(self) -> dict[str, MemberState]:
-        return {name: member.state for name, member in self._members.items()}
+        return {name: member.state.public for name, member in self._members.items()}
 
     @property
     def live_versions(self) -> dict[str, int | None]:
@@ -218,7 +225,8 @@ class SyncCoordinator:
             give_up = self._clock() + self._options.timeout_s
             members = list(self._members.values())
             for member in members:
-                member.state, member.live_version = "live", None
+                member.apply("open")
+                member.live_version = None
             self._published.clear()
             agreement = None
             try:
@@ -273,13 +281,13 @@ class SyncCoordinator:
             pin = self._pin_of(version)
             pin.pinned_at = None
             results = await self._bring(members, pin, started + self._options.timeout_s)
-            if any(member.state != "live" for member in members):
+            if any(member.state is not ReplicaState.LIVE for member in members):
                 await self._relink()
         outcomes = {
             member.name: result for member, result in zip(members, results, strict=True) if isinstance(result, Outcome)
         }
         for member, result in zip(members, results, strict=True):
-            if isinstance(result, VersionUnavailable) and member.state == "live":
+            if isinstance(result, VersionUnavailable) and member.state is ReplicaState.LIVE:
                 raise result  # it generates from older weights than the others, until it gets the newer version
         if not outcomes:
             raise next(result for result in results if isinstance(result, BaseException))
@@ -299,7 +307,7 @@ class SyncCoordinator:
         """
         while True:
             async with self._membership_lock:
-                live = [member for member in self._members.values() if member.state == "live"]
+                live = self._live()
                 if not live:
                     raise ReplicaDirty(f"no live replica is left: {self.members}; restart them and open a new epoch")
                 if self._free():
@@ -332,17 +340,19 @@ class SyncCoordinator:
             async with self._membership_lock:
                 self._require_current(agreement, replica.name)
                 await self._catch_up(member, self._clock() + self._options.timeout_s)  # waiting for the turn took none
+                member.apply("open")
                 old, self._members[replica.name] = self._members.get(replica.name), member
-                self._replaced.discard(replica.name)
                 if old is not None:
+                    old.apply("leave")
                     old.disconnect()
                 await self._relink()
         except BaseException:
-            self._replaced.discard(replica.name)
-            if self._members.get(replica.name) is not member:
+            old = self._members.get(replica.name)
+            if old is not member:
                 self._is_linked = False  # the one that it would have replaced is a member still
                 member.disconnect()
-                old = self._members.get(replica.name)
+                if old is not None and old.state is ReplicaState.REPLACING:
+                    old.apply("keep")
                 if self._agreement is agreement or old is None or old.handle is not replica:
                     await close_replicas([replica], timeout_s=self._close_timeout_s)
             raise
@@ -375,9 +385,11 @@ class SyncCoordinator:
             if len(self._members) == 1 and name in self._members:
                 raise WeightSyncError(f"{name} is the last replica; close weight sync instead")
             member = self._members.pop(name)
+            member.apply("leave")
             member.disconnect()
             # A lost one has the links of its last sync, perhaps to the one that leaves.
-            lost = [other for other in self._members.values() if other.state != "live" or other.name in self._replaced]
+            aside = (ReplicaState.LIVE, ReplicaState.HELD)
+            lost = [other for other in self._members.values() if other.state not in aside]
             try:
                 parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
                 await asyncio.gather(self._relink(), parted)
@@ -389,17 +401,21 @@ class SyncCoordinator:
         """Nobody reads from a member that is about to be replaced: if it opens anew in the same process, what it has
         shared goes."""
         old = self._members.get(name)
-        if old is not None and old.state == "live":
+        if old is not None and old.state.public == "live":
             async with self._membership_lock:
-                self._replaced.add(name)
+                if old.state.public == "live":
+                    old.apply("replace")
                 # Lost ones too: their processes may live, and map what is about to be freed.
-                lost = [other for other in self._members.values() if other.state != "live"]
+                lost = [other for other in self._members.values() if other.state.public != "live"]
                 parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
                 await asyncio.gather(self._relink(self._free()), parted)
 
     def _free(self) -> list[Member]:
-        live = [member for member in self._members.values() if member.state == "live"]
-        return [member for member in live if not member.num_leases and member.name not in self._replaced]
+        return [member for member in self._members.values() if member.state is ReplicaState.LIVE]
+
+    def _live(self) -> list[Member]:
+        """Whoever need not be replaced."""
+        return [member for member in self._members.values() if member.state.public == "live"]
 
     async def _relink(self, members: Sequence[Member] | None = None) -> None:
         """After a change of membership; `members` only, as if there were no others, if they are given. Links only save
@@ -414,7 +430,7 @@ class SyncCoordinator:
         except (WeightSyncError, TimeoutError) as error:
             log.warning("not every worker learned whom to read from: %s", error)
         if is_whole:
-            leased = [member for member in self._members.values() if member.state == "live" and member.num_leases]
+            leased = [member for member in self._members.values() if member.state is ReplicaState.HELD]
             await part(self._opener, self._agreement, leased, timeout_s=self._close_timeout_s)
 
     async def _bring(self, members: Sequence[Member], pin: VersionPin, give_up: float) -> list[Outcome | BaseException]:
@@ -450,7 +466,7 @@ class SyncCoordinator:
         plan = self._opened().plan
         if not self._published:
             raise WeightSyncError("nothing was published yet; publish and sync a version first")
-        live = [member for member in self._members.values() if member.state == "live"]
+        live = self._live()
         timeout_s, pin = self._options.timeout_s, self._pin_of(max(self._published))
         await pin.hold("self-test", timeout_s)
         try:
@@ -512,14 +528,14 @@ class SyncCoordinator:
     async def _end_lease(self, member: Member, before_passed: Callable[[], Awaitable[None]]) -> None:
         member.end_lease(before_passed)
         async with self._membership_lock:
-            is_gone = self._members.get(member.name) is not member or member.name in self._replaced
-            if member.num_leases or is_gone or member.state != "live":
+            if member.state is not ReplicaState.LIVE:
                 return
             await self._relink([member])  # alone: its neighbours may not have the newest version yet
             try:
                 await self._catch_up(member, self._clock() + self._options.timeout_s)
             except (WeightSyncError, TimeoutError) as error:
-                member.state = "dead" if member.state == "live" else member.state
+                if member.state is ReplicaState.LIVE:
+                    member.apply("lose")
                 log.warning("%s is lost after its lease: %s", member.name, error)
             await self._relink()  # with it, if it is still there
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -34,8 +35,46 @@ WATCH_AFTER_S = 1.0
 ATTEMPTS = 2
 ANSWER_S = 5.0
 """A worker bounds its own time; its host gets this much longer before we stop waiting for the answer."""
-MemberState = Literal["live", "dirty", "dead"]
 R = TypeVar("R")
+
+
+class ReplicaState(Enum):
+    JOINING = "joining"
+    """Opening in this epoch; not a member yet."""
+    LIVE = "live"
+    """Generates, and takes part in syncs. They wait for one that is frozen."""
+    HELD = "held"
+    """Keeps its version for an evaluation; syncs skip it, and nobody reads from it."""
+    REPLACING = "replacing"
+    """Its successor is on its way. It may hold nothing any more: syncs and links skip it."""
+    DIRTY = "dirty"
+    """Failed in the middle of a commit: paused with a mixture."""
+    DEAD = "dead"
+    LEFT = "left"
+
+    @property
+    def public(self) -> MemberState:
+        """As users see it: whether it has to be replaced."""
+        return self.value if self in (ReplicaState.DIRTY, ReplicaState.DEAD) else "live"
+
+
+MemberState = Literal["live", "dirty", "dead"]
+JOINING, LIVE, HELD, REPLACING, DIRTY, DEAD, LEFT = ReplicaState
+TRANSITIONS = {
+    **{(state, "open"): LIVE for state in ReplicaState if state is not LEFT},
+    (LIVE, "hold"): HELD,
+    (HELD, "let go"): LIVE,
+    (LIVE, "replace"): REPLACING,
+    (HELD, "replace"): REPLACING,
+    (REPLACING, "replace"): REPLACING,
+    (REPLACING, "keep"): LIVE,
+    (JOINING, "lose"): DEAD,
+    (LIVE, "lose"): DEAD,
+    (JOINING, "mix"): DIRTY,
+    (LIVE, "mix"): DIRTY,
+    **{(state, "leave"): LEFT for state in ReplicaState},
+}
+"""Everything else is refused."""
 
 
 async def nothing() -> None:
@@ -86,7 +125,7 @@ class Member:
 
     def __init__(self, handle: ReplicaHandle, clock: Callable[[], float]) -> None:
         self.handle = handle
-        self.state: MemberState = "live"
+        self.state = ReplicaState.JOINING
         self.live_version: int | None = None
         self.workers: tuple[ReceiverInfo, ...] = ()
         self._switchboard: Switchboard | None = None
@@ -134,14 +173,25 @@ class Member:
         while self.before_passed:
             await self.before_passed.pop()()
 
+    def apply(self, event: str) -> None:
+        """The only writer of `state`. One that becomes live while it is leased is held."""
+        after = TRANSITIONS.get((self.state, event))
+        if after is None:
+            raise ValueError(f"{self.name} is {self.state.value}, which does not allow {event}")
+        self.state = HELD if after is LIVE and self.num_leases else after
+
     def begin_lease(self, before_passed: Callable[[], Awaitable[None]]) -> None:
         self.num_leases += 1
         self.before_passed.append(before_passed)
+        if self.state is LIVE:
+            self.apply("hold")
 
     def end_lease(self, before_passed: Callable[[], Awaitable[None]]) -> None:
         self.num_leases -= 1
         if before_passed in self.before_passed:
             self.before_passed.remove(before_passed)
+        if self.state is HELD:
+            self.apply("let go")
 
     def outcome_of(self, version: int) -> Outcome | None:
         """How this version went live, or a newer one, which came while this one waited; None if neither did."""
@@ -171,7 +221,7 @@ class Member:
                 outcome = await self._prefetch_and_commit(pin, self._attempt_deadline(attempt, give_up), turnstile)
             except VersionUnavailable:
                 if is_dirty:
-                    self.state = "dirty"
+                    self.apply("mix")
                 raise  # a newer version took its place: nobody's failure
             except (WeightSyncError, TimeoutError) as failure:
                 error, is_dirty = failure, is_dirty or isinstance(failure, ReplicaDirty)
@@ -184,12 +234,12 @@ class Member:
                 error = WeightSyncError(f"{self.handle.name} failed: {type(failure).__name__}: {failure}")
                 break
             else:
-                self.live_version, self.state = version, "live"
+                self.live_version = version
                 outcome.num_retries += attempt
                 self._last = outcome
                 return outcome
-        self.state = "dirty" if is_dirty else "dead"
-        log.error("%s is %s and left out until it joins again: %s", self.handle.name, self.state, error)
+        self.apply("mix" if is_dirty else "lose")
+        log.error("%s is %s and left out until it joins again: %s", self.handle.name, self.state.value, error)
         raise error
 
     async def _prefetch_and_commit(self, pin: VersionPin, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:

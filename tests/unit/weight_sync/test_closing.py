@@ -163,7 +163,7 @@ async def test_a_lost_replica_keeps_nothing_of_one_that_leaves(name: str, mappin
     async with opened(1, chained(), commit="staged") as world:
         await world.step(1)
         for other in {"r0", "r1", "r2"} - {name}:
-            world.coordinator._members[other].state = "dead"
+            world.coordinator._members[other].apply("lose")
         await world.coordinator.leave(name)
         mappings.assert_in_order()
 
@@ -173,7 +173,7 @@ async def test_a_lost_replica_keeps_nothing_of_a_live_one_that_joins_again(mappi
     async with opened(1, replicas, commit="staged") as world:
         await world.step(1)
         for other in ("r1", "r2"):
-            world.coordinator._members[other].state = "dead"
+            world.coordinator._members[other].apply("lose")
         await world.coordinator.join(replicas[0])
         mappings.assert_in_order()
 
@@ -201,7 +201,7 @@ async def test_a_replica_that_hangs_keeps_nobody_else_from_closing(
     world.coordinator._options = SyncOptions(timeout_s=1.0)
     call = replicas[1].call
     if is_lost:
-        world.coordinator._members["r1"].state = "dead"
+        world.coordinator._members["r1"].apply("lose")
 
     replicas[1].call = hang
     caplog.set_level(logging.WARNING, "weight_sync")

@@ -12,6 +12,7 @@ import pytest
 from tests.fakes.sync_world import LocalReplica
 from tests.unit.weight_sync.test_coordinator import World, opened
 from weight_sync.errors import DeviceError, PullTimeout, VersionUnavailable, WeightSyncError
+from weight_sync.publish.slots import SlotState
 
 if TYPE_CHECKING:
     from weight_sync.publish.publisher import Epoch
@@ -33,7 +34,8 @@ async def test_a_version_that_one_replica_missed_does_not_count_as_live() -> Non
 
         async def fail_once(*args: Any, **options: Any) -> Any:
             for failure in failures:
-                while prompt.versions != [1, 2]:
+                slots = epoch_of(world).table.slots
+                while prompt.versions != [1, 2] or any(slot.state is SlotState.PINNED for slot in slots):
                     await asyncio.sleep(0.01)
                 for version in (3, 4):
                     world.train(version)
