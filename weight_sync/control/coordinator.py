@@ -18,6 +18,7 @@ import logging
 import time
 from collections import Counter
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weight_sync.control.epoch import (
@@ -453,7 +454,8 @@ class SyncCoordinator:
     def _pin_of(self, version: int) -> VersionPin:
         """Shared by all that hold the version: the end of one must not unpin it for another."""
         if self._pin is None or self._pin.version != version:
-            self._pin = VersionPin(self._opener, self._opened(), version, clock=self._clock)
+            ask = partial(self._opener.on_learners, self._opened())
+            self._pin = VersionPin(ask, version, clock=self._clock)
         return self._pin
 
     async def self_test(self) -> None:

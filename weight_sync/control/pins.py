@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weight_sync.errors import WeightSyncError
 from weight_sync.messages import Ok, Pin, Pinned, SlotAt, Unpin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from weight_sync.control.epoch import Agreement, EpochOpener
+    from collections.abc import Awaitable, Callable
 
 log = logging.getLogger(__name__)
 
@@ -26,15 +24,17 @@ UNPIN_S = 2.0
 class VersionPin:
     """One version, pinned at every learner rank while anybody holds it. Owned by one event loop."""
 
-    def __init__(self, opener: EpochOpener, agreement: Agreement, version: int, *, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, ask: Callable[..., Awaitable[dict[int, Any]]], version: int, *, clock: Callable[[], float]
+    ) -> None:
+        """`ask(request, kind, deadline_s=...)` asks every learner; its answers by rank."""
         self.version = version
         self.pinned_at: float | None = None
         """When it could be read everywhere for the first time, on `clock`."""
         self.slots: tuple[SlotAt, ...] = ()
         self.seal_s = 0.0
         """Of the slowest rank."""
-        self._opener = opener
-        self._agreement = agreement
+        self._ask = ask
         self._clock = clock
         self._holders = set[str]()
         self._lock = asyncio.Lock()
@@ -84,7 +84,7 @@ class VersionPin:
 
     async def _pin(self, deadline_s: float) -> None:
         request = Pin(version=self.version, ttl_s=PIN_TTL_S)
-        pinned = await self._opener.on_learners(self._agreement, request, Pinned, deadline_s=deadline_s)
+        pinned = await self._ask(request, Pinned, deadline_s=deadline_s)
         self.slots = tuple(SlotAt(rank, at.slot, at.generation) for rank, at in pinned.items())
         self.seal_s = max((at.seal_s for at in pinned.values()), default=0.0)
 
@@ -106,6 +106,6 @@ class VersionPin:
             if renewing is not None:
                 renewing.cancel()
             try:
-                await self._opener.on_learners(self._agreement, Unpin(version=self.version), Ok, deadline_s=UNPIN_S)
+                await self._ask(Unpin(version=self.version), Ok, deadline_s=UNPIN_S)
             except (WeightSyncError, TimeoutError) as error:
                 log.debug("version %d was not unpinned, its pin runs out: %s", self.version, error)
