@@ -69,7 +69,9 @@ class VersionPin:
 
     def release(self, name: str) -> None:
         """The last one to release it unpins, without waiting for the learners. Idempotent."""
-        self._holders.discard(name)
+        if name not in self._holders:
+            return
+        self._holders.remove(name)
         if not self._holders:
             task = asyncio.create_task(self._unpin())
             self._tasks.add(task)
