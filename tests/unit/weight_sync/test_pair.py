@@ -180,10 +180,11 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    before = set(threading.enumerate())  # other tests' too
     world = World(monkeypatch)
     yield world
     world.exporter.close()
-    assert eventually(lambda: not any("weight-sync-" in thread.name for thread in threading.enumerate()))
+    assert eventually(lambda: not any("weight-sync-" in thread.name for thread in {*threading.enumerate()} - before))
 
 
 def eventually(is_so: Callable[[], bool]) -> bool:
