@@ -85,7 +85,7 @@ def test_the_learner_computes_what_the_engine_sampled_from(lines: list[dict[str,
 
 def test_weight_sync_allocates_nothing_after_the_first(lines: list[dict[str, Any]]) -> None:
     """Counters of resources stand still; those of activity (answers, superseded versions) may grow."""
-    for name in ("allocations", "registrations", "sockets", "control_connections", "leases_expired"):
+    for name in ("allocations", "registrations", "sockets", "control_connections", "pins_expired"):
         assert len({line[f"sync/counter/{name}"] for line in lines}) == 1, name
     assert lines[0]["sync/counter/allocations"] > 0
     assert {line["sync/num_retries"] for line in lines} == {0}

@@ -20,8 +20,8 @@ from tests.fakes.ranks import TINY, RankProcess, tiny_rank
 from tests.fakes.readable_extension import READABLE
 from weight_sync.control.coordinator import SyncCoordinator
 from weight_sync.control.epoch import SyncOptions
-from weight_sync.errors import VersionUnavailable
-from weight_sync.messages import Arrived, PrefetchRequest, WorkerStatus, open_reply
+from weight_sync.errors import SlotOverwritten
+from weight_sync.messages import Arrived, PrefetchRequest, SlotAt, WorkerStatus, open_reply
 from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
@@ -204,12 +204,12 @@ async def test_worker_errors_reach_the_caller_with_their_type(rig: Rig) -> None:
     try:
         await coordinator.publish(1)
         await coordinator.sync(1)
+        slots = tuple(SlotAt(rank=rank, slot=0, generation=998) for rank in range(len(rig.ranks)))
+        request = PrefetchRequest(version=77, slots=slots, deadline_s=PATIENT_S)
+        await coordinator._members["r0"].ask(0, request, Arrived, deadline_s=PATIENT_S)
         reply = (await rig.replica.call("ws_commit", 77, PATIENT_S, timeout_s=PATIENT_S))[0]
-        with pytest.raises(VersionUnavailable, match="version 77 is not held here"):
+        with pytest.raises(SlotOverwritten, match="version 77"):
             open_reply(reply, WorkerStatus, party="r0/0")
-        request = PrefetchRequest(version=77, deadline_s=PATIENT_S)
-        with pytest.raises(VersionUnavailable, match="version 77 is not held here"):
-            await coordinator._members["r0"].ask(0, request, Arrived, deadline_s=PATIENT_S)
         await coordinator.publish(2)
         await coordinator.sync(2)
         status = open_reply((await rig.replica.call("ws_status", timeout_s=PATIENT_S))[0], WorkerStatus, party="r0/0")

@@ -18,7 +18,8 @@ from tests.fakes.local_actor import Ref
 from tests.fakes.ports import free_port
 from trainer.data.batch import TrainBatch
 from trainer.errors import CheckpointError, LearnerError, first_cause, one_line
-from trainer.learner.actor import captured_warnings
+from trainer.learner.actor import SetupReport, captured_warnings
+from trainer.learner.flops import ModelFlops
 from trainer.learner.fsdp import open_store
 from trainer.learner.group import LearnerGroup
 from trainer.learner.step_stats import StepResult
@@ -62,8 +63,12 @@ class HandActor:
 
 
 async def test_all_ranks_meet_at_the_address_of_rank_0() -> None:
-    actors = [HandActor(node_address=("10.0.0.1", 77)), HandActor()]
-    await LearnerGroup(actors, timeout_s=1.0).setup()
+    flops = ModelFlops(per_token=6.0, per_loss_token=0.0, per_squared_length=2.0)
+    ready = SetupReport(seconds={}, warnings=(), flops=flops)
+    actors = [HandActor(node_address=("10.0.0.1", 77), setup=ready), HandActor(setup=ready)]
+    group = LearnerGroup(actors, timeout_s=1.0)
+    await group.setup()
+    assert group.flops == flops
     assert actors[0].calls == [("node_address", ()), ("setup", (("10.0.0.1", 77),))]
     assert actors[1].calls == [("setup", (("10.0.0.1", 77),))]
 

@@ -98,7 +98,7 @@ def test_given_nodes_are_a_cluster_that_is_joined_and_have_their_actors(run_trai
     assert "node" not in here
     served = re.compile(r"each learner rank serves ([\d.]+) MiB to engines that relay it")
     two, one = served.search(out), served.search(here)
-    assert two and one and float(two[1]) == pytest.approx(2 * float(one[1]), rel=0.1), "engines are on two nodes"
+    assert two and one and two[1] == one[1], "a ring passes both nodes, and a source enters it once"
     private_store = r"Object store of Ray, at most\n(  .*\n)*?  together .* of 0\.25 GiB"
     assert re.search(private_store, here) and not re.search(private_store, out)
 
