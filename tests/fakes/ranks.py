@@ -33,6 +33,26 @@ class RankProcess(Child):
         return await self.lines[0].ask_async(method, *args, timeout_s=timeout_s)
 
 
+class ShardedByTorch:
+    """What a rank publishes whose model torch has sharded; beside `LocalPublisher`."""
+
+    publisher: Any
+    ws_close: Any
+    params: Any
+    shards: Any
+    tensors: dict[str, torch.Tensor]
+
+    def ws_describe(self) -> bytes:
+        return self.publisher.describe(self.params, self.shards, self.tensors)
+
+    def ws_publish(self, version: int, deadline_s: float) -> bytes:
+        return self.publisher.publish(version, self.tensors, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        self.ws_close()
+        torch.distributed.destroy_process_group()
+
+
 def tiny_rank(rank: int, num_ranks: int, store: Path) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -50,7 +70,7 @@ def tiny_rank(rank: int, num_ranks: int, store: Path) -> Any:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    class TinyRank(LocalPublisher):
+    class TinyRank(ShardedByTorch, LocalPublisher):
         def __init__(self) -> None:
             super().__init__(rank, num_ranks, {})
             self.params, self.shards, self.tensors = local_shards(model, rollout_dtype="bfloat16")
@@ -66,16 +86,6 @@ def tiny_rank(rank: int, num_ranks: int, store: Path) -> Any:
         def full_state(self) -> dict[str, torch.Tensor]:
             """Reference: torch's own all-gather of every parameter, cast to the rollout dtype. A collective."""
             return {name: p.full_tensor().detach().to(torch.bfloat16) for name, p in model.named_parameters()}
-
-        def ws_describe(self) -> bytes:
-            return self.publisher.describe(self.params, self.shards, self.tensors)
-
-        def ws_publish(self, version: int, deadline_s: float) -> bytes:
-            return self.publisher.publish(version, self.tensors, deadline_s=deadline_s)
-
-        def close(self) -> None:
-            self.ws_close()
-            dist.destroy_process_group()
 
     return TinyRank()
 
@@ -105,7 +115,7 @@ def toy_rank(rank: int, sharding: str, store: Path) -> Any:
         parallelize_module(model, mesh["tp"], {**columns, "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
 
-    class ToyRank(LocalPublisher):
+    class ToyRank(ShardedByTorch, LocalPublisher):
         def __init__(self) -> None:
             super().__init__(rank, 4, {})
             self.params, self.shards, self.tensors = local_shards(model, rollout_dtype="bfloat16")
@@ -121,16 +131,6 @@ def toy_rank(rank: int, sharding: str, store: Path) -> Any:
 
         def disturb(self, name: str) -> None:
             self.tensors[name][-1] += 1
-
-        def ws_describe(self) -> bytes:
-            return self.publisher.describe(self.params, self.shards, self.tensors)
-
-        def ws_publish(self, version: int, deadline_s: float) -> bytes:
-            return self.publisher.publish(version, self.tensors, deadline_s=deadline_s)
-
-        def close(self) -> None:
-            self.ws_close()
-            dist.destroy_process_group()
 
     return ToyRank()
 
