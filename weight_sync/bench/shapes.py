@@ -123,6 +123,10 @@ _ALL = (
     _qwen2("qwen2.5-7b", 3584, 28, heads=28, kv_heads=4, intermediate=18944, vocab=152064),
     _qwen2("qwen2.5-14b", 5120, 48, heads=40, kv_heads=8, intermediate=13824, vocab=152064),
     _qwen2("qwen2.5-32b", 5120, 64, heads=40, kv_heads=8, intermediate=27648, vocab=152064),
+    Architecture(
+        name="smollm2-135m", model_type="llama", hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64,
+        intermediate=1536, vocab=49152, is_tied=True, rope_theta=1e5, max_positions=8192,
+    ),
     _llama3("llama3-8b", 4096, 32, heads=32, intermediate=14336),
     _llama3("llama3-70b", 8192, 80, heads=64, intermediate=28672),
     Architecture(

@@ -139,6 +139,7 @@ def test_memory_grows_with_what_is_taken_and_not_when_a_slot_is_written_for_the_
 
 
 PUBLISHED = {
+    "smollm2-135m": 134_515_008,
     "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352,
     "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "qwen3-8b": 8_190_735_360,
