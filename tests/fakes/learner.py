@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import (
     AutoModelForCausalLM,
@@ -179,7 +180,7 @@ def gradients(
     def capture(prefix: str, optimizer: ShardedAdamW, **_: float) -> None:
         for slot in optimizer._slots:
             assert slot.param.grad is not None, slot.name
-            captured[f"{prefix}{slot.name}"] = slot.param.grad.full_tensor().clone()
+            captured[f"{prefix}{slot.name}"] = whole(slot.param.grad)
         optimizer.zero_grad()
 
     with contextlib.ExitStack() as patches:
@@ -209,8 +210,13 @@ def reference_logprobs(learner: PolicyTrainer, batch: MicroBatch) -> np.ndarray:
     return learner._reference.logprobs([batch])[0]
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, gathered if it is sharded. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
 def weights(learner: PolicyTrainer) -> dict[str, torch.Tensor]:
-    return {name: param.detach().full_tensor().clone() for name, param in learner.model.named_parameters()}
+    return {name: whole(param) for name, param in learner.model.named_parameters()}
 
 
 class RankPool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.fakes.learner import one_sequence, run_config, weighted, without_loss
+from tests.fakes.learner import one_sequence, run_config, weighted, whole, without_loss
 from trainer.algorithms.advantages import GroupRewards
 from trainer.config.algorithm import AlgorithmConfig, CriticConfig, KlConfig
 from trainer.learner.prepare import less_kl
@@ -71,7 +71,7 @@ def config(model_dir: Path, *, critic: dict[str, Any] | None = None, **algorithm
 def all_weights(learner: PolicyTrainer) -> dict[str, torch.Tensor]:
     """Of everything that is trained, whole."""
     return {
-        f"{prefix}{name}": tensor.full_tensor().clone()
+        f"{prefix}{name}": whole(tensor)
         for prefix, one in learner._optimizers.items()
         for name, tensor in one.weights().items()
     }

@@ -40,6 +40,7 @@ from tests.fakes.learner import (
     save_tiny,
     sequences,
     weights,
+    whole,
 )
 from tests.fakes.model_7b import QWEN_7B
 from tests.fakes.scripted_replica import ScriptedReplica
@@ -332,7 +333,7 @@ def _watch(learner: PolicyTrainer, gradient: dict[str, Any]) -> None:
     def watching(**how: float) -> None:
         if not gradient:
             found: Any = ((name, param.grad) for name, param in learner.model.named_parameters())
-            gradient.update({name: grad.full_tensor().clone() for name, grad in found})
+            gradient.update({name: whole(grad) for name, grad in found})
         take(**how)
 
     optimizer.step = watching

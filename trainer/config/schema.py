@@ -79,7 +79,7 @@ class DeviceConfig:
 @section
 class LearnerConfig:
     num_ranks: PositiveInt = 2
-    """Learner processes, one per device (FSDP2 shards over all of them)."""
+    """Learner processes, one per device. FSDP2 shards over all of them; one that has the room is not sharded."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate (AdamW)."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"

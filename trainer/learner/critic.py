@@ -19,7 +19,7 @@ from trainer.algorithms.advantages import gae_advantages
 from trainer.algorithms.losses import value_loss
 from trainer.config.algorithm import DEFAULT_LR_RATIO
 from trainer.errors import TrainingDiverged
-from trainer.learner.fsdp import ShardedAdamW, learning_rate
+from trainer.learner.fsdp import RootModel, ShardedAdamW, learning_rate
 from trainer.learner.model import ValueHead, hidden_size, meta_model, predicting_states, require_tokens, shard_and_load
 from trainer.learner.packed_inputs import PackedInputs, scatter_to_tokens, to_device
 from trainer.learner.step_stats import Metric, sum_over_ranks
@@ -157,7 +157,7 @@ class Critic(ABC):
         return found
 
 
-class CriticModel(nn.Module):
+class CriticModel(RootModel):
     """Backbone and value head in one forward; one module for the reason that `PolicyModel` gives."""
 
     def __init__(self, hf: PreTrainedModel, head: ValueHead) -> None:
@@ -230,7 +230,7 @@ class SeparateCritic(Critic):
         return metrics | ({"critic_skipped_updates": Metric(sum=float(num_skipped))} if num_updates > 1 else {})
 
     def _values(self, batch: MicroBatch, *, is_last: bool) -> Tensor:
-        self._model.set_is_last_backward(is_last)  # pyright: ignore[reportCallIssue]
+        self._model.expect_backward(is_last=is_last)
         return self._model(PackedInputs.of(batch, device=self._device, layout=self._layout))
 
 

@@ -1,4 +1,4 @@
-"""FSDP2 sharding, the optimizer over local shards, and where ranks meet."""
+"""Where a model's parameters are: sharded by FSDP2, or whole on one rank; the optimizer over them; where ranks meet."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 UNSHARDED_SHARE = 1 / 8
-"""Blocks stay whole between forward and backward if all of them together fit into this share of the device: that
-saves one of two all-gathers per micro-batch."""
+"""Parameters in the compute dtype stay whole through a step if all of them together fit into this share of the device.
+Otherwise blocks are made whole for each forward and each backward."""
 
 
 def open_store(host: str, port: int, *, is_master: bool, world_size: int, timeout_s: float) -> TCPStore:
@@ -56,7 +56,7 @@ def shard_model(
     float32_modules: Iterable[nn.Module] = (),
     mesh: DeviceMesh,
     compute_dtype: torch.dtype,
-    keep_unsharded: bool,
+    reshards_after_forward: bool,
     cpu_offload: bool,
 ) -> None:
     """`fully_shard` every block, then the root with what is left (embedding, final norm, output matrix).
@@ -66,7 +66,7 @@ def shard_model(
 
     Args:
         float32_modules: inside the root, computed in float32 whatever the compute dtype.
-        keep_unsharded: blocks are not gathered again for the backward.
+        reshards_after_forward: blocks are gathered again for the backward.
     """
     half = compute_dtype != torch.float32
     precision = MixedPrecisionPolicy(
@@ -75,7 +75,7 @@ def shard_model(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     shard: Any = functools.partial(fully_shard, mesh=mesh, offload_policy=offload)
     for block in blocks:
-        shard(block, mp_policy=precision, reshard_after_forward=not keep_unsharded)
+        shard(block, mp_policy=precision, reshard_after_forward=reshards_after_forward)
     for module in float32_modules:
         shard(module)
     shard(root, mp_policy=precision)
@@ -86,23 +86,121 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
 
 
+class RootModel(nn.Module):
+    """What a step runs forward and backward: its parameters are in the compute dtype only while it does.
+
+    Between steps its modules hold float32 masters (or what is frozen), sharded or whole, by which optimizer,
+    checkpoints and weight sync know them.
+    """
+
+    stays_whole: bool = False
+    """Its parameters stay gathered from the first forward of a step to the last backward."""
+    compute_weights: ComputeWeights | None = None
+    """Of a model that is not sharded and has masters of another dtype."""
+
+    def expect_backward(self, *, is_last: bool) -> None:
+        """Call it before every forward with gradient. The backward that is the last before an update releases."""
+        if self.compute_weights is not None:
+            self.compute_weights.is_last_backward = is_last
+        if isinstance(self, FSDPModule):
+            self.set_is_last_backward(is_last)
+            if self.stays_whole:
+                self.set_reshard_after_backward(is_last)
+
+    def release(self) -> None:
+        """Free what a forward without a backward gathered, or one that failed; not between a forward with gradient and
+        its backward. Idempotent."""
+        if self.compute_weights is not None:
+            self.compute_weights.release()
+        if not isinstance(self, FSDPModule):
+            return
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        # What FSDP2 noted of a forward without a backward, only a backward drops; torch has no public way.
+        order = self._get_fsdp_state()._comm_ctx.post_forward_order
+        for group in order:
+            group._post_forward_indices.clear()
+        order.clear()
+
+
+class _Copied(NamedTuple):
+    places: list[tuple[nn.Module, str]]
+    """Modules and the name that each has for the parameter; several where it is tied."""
+    master: nn.Parameter
+    copy: nn.Parameter
+    """Without memory until a step begins."""
+
+
+class ComputeWeights:
+    """Copies in the compute dtype of parameters that are whole on this rank, made once per step.
+
+    The gradient of a copy is added to the master's in float32 and freed as soon as a backward has it: what FSDP2
+    computes, without its copy of every block in every forward and backward.
+    """
+
+    def __init__(self, root: RootModel, *, dtype: torch.dtype, float32_modules: Iterable[nn.Module]) -> None:
+        """Parameters of `float32_modules`, and those that have `dtype`, compute as they are."""
+        kept = {id(param) for module in float32_modules for param in module.parameters()}
+        self.is_last_backward = True
+        self._copied: list[_Copied] = []
+        self._is_gathered = self._will_release = False
+        for master, places in parameter_places(root):
+            if master.dtype != dtype and id(master) not in kept:
+                copy = nn.Parameter(torch.empty_like(master, dtype=dtype), requires_grad=master.requires_grad)
+                copy.untyped_storage().resize_(0)
+                if master.requires_grad:
+                    copy.register_post_accumulate_grad_hook(functools.partial(self._add_to_master, master))
+                self._copied.append(_Copied(places, master, copy))
+        root.register_forward_pre_hook(lambda *_: self.gather())
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        if self._is_gathered or not self._copied:
+            return
+        for _, master, copy in self._copied:
+            copy.untyped_storage().resize_(master.numel() * copy.element_size())
+        copies = [one.copy.detach() for one in self._copied]
+        masters = [one.master.detach() for one in self._copied]
+        torch._foreach_copy_(copies, masters)  # pyright: ignore[reportPrivateImportUsage]
+        for places, _, copy in self._copied:
+            for module, name in places:
+                module._parameters[name] = copy
+        self._is_gathered = True
+
+    def release(self) -> None:
+        for places, master, copy in self._copied if self._is_gathered else ():
+            for module, name in places:
+                module._parameters[name] = master
+            copy.grad = None
+            copy.untyped_storage().resize_(0)
+        self._is_gathered = self._will_release = False
+
+    def _add_to_master(self, master: nn.Parameter, copy: Tensor) -> None:
+        assert copy.grad is not None
+        if master.grad is None:
+            master.grad = copy.grad.to(master.dtype)
+        else:
+            master.grad.add_(copy.grad)
+        copy.grad = None
+        if self.is_last_backward and not self._will_release:
+            self._will_release = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.release)  # as FSDP2 does; no public way
+
+
+def parameter_places(root: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Every parameter once, with the modules that hold it and its name in each: several where it is tied."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, param in module.named_parameters(recurse=False):
+            places.setdefault(param, []).append((module, name))
+    return list(places.items())
+
+
 def sharded_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """`local`, of the shape of this rank's shard of `param`, as a DTensor that shares its memory (`DTensor.from_local`
     would copy host memory to the device); unchanged if `param` is no DTensor."""
     return DTensor(local, param._spec, requires_grad=False) if isinstance(param, DTensor) else local
-
-
-def clear_fsdp_forward(root: nn.Module) -> None:
-    """Free what a forward without a backward gathered, and FSDP2's notes of it, which only a backward drops. Not
-    between a forward with gradient and its backward, which reads the notes."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    assert isinstance(root, FSDPModule)
-    order = root._get_fsdp_state()._comm_ctx.post_forward_order  # torch has no public way
-    for group in order:
-        group._post_forward_indices.clear()
-    order.clear()
 
 
 def learning_rate(step: int, *, config: LearnerConfig, total_steps: int) -> float:

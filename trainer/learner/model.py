@@ -16,7 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from trainer.config.schema import model_paths
 from trainer.errors import TESTED, ModelError
 from trainer.learner.flops import head_dim
-from trainer.learner.fsdp import UNSHARDED_SHARE, clear_fsdp_forward, local_tensor, shard_model
+from trainer.learner.fsdp import (
+    UNSHARDED_SHARE,
+    ComputeWeights,
+    RootModel,
+    local_tensor,
+    parameter_places,
+    shard_model,
+)
 from trainer.learner.logprobs import selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
 from trainer.learner.packed_inputs import ATTENTION_NAME, PackedInputs, best_layout, register_packed_attention
@@ -201,7 +208,7 @@ class PolicyOutput(NamedTuple):
     """float32, if the critic shares the backbone."""
 
 
-class PolicyModel(nn.Module):
+class PolicyModel(RootModel):
     """Backbone, output matrix and chunked log-probs in one forward.
 
     One module, because FSDP2 gathers the root's parameters (embedding and output matrix) for the root's forward only.
@@ -271,7 +278,7 @@ class BuiltPolicy(NamedTuple):
     """A model that is ready to train."""
 
     policy: PolicyModel
-    """Root of FSDP2; call this one."""
+    """Call this one: its hooks have the parameters ready."""
     layout: LayoutFn
     """The packed layout of its attention."""
     source_dir: Path
@@ -287,7 +294,7 @@ class BuiltPolicy(NamedTuple):
     def no_grad_forward(self, batch: MicroBatch) -> PolicyOutput:
         """`forward` without a backward to follow. Collective."""
         output = self.forward(batch)
-        clear_fsdp_forward(self.policy)
+        self.policy.release()
         return output
 
 
@@ -321,27 +328,34 @@ def meta_model(path: str, cfg: RunConfig) -> MetaModel:
 
 
 def shard_and_load(
-    root: nn.Module, meta: MetaModel, cfg: RunConfig, *, context: ParallelContext, cpu_offload: bool
+    root: RootModel, meta: MetaModel, cfg: RunConfig, *, context: ParallelContext, cpu_offload: bool
 ) -> LayoutFn:
-    """Shard `root`, which holds the meta model, then give it memory and weights: no rank ever holds all of it.
+    """Shard `root`, which holds the meta model, then give it memory and weights: no rank ever holds more than its part.
+    One rank that has the room is not sharded at all.
 
     Returns the packed layout of its attention. Raises ModelError if the weights are missing or damaged.
     """
     hf, compute_dtype = meta.hf, torch_dtype(cfg.model.compute_dtype)
     is_trained = any(param.requires_grad for param in root.parameters())
     _prepare_blocks(hf, meta.blocks, cfg, recomputes=is_trained and cfg.learner.activation_checkpointing)
-    unsharded_bytes = sum(p.numel() for p in hf.parameters()) * compute_dtype.itemsize
     heads = [module for module in root.modules() if isinstance(module, ValueHead)]
-    shard_model(
-        root,
-        meta.blocks,
-        float32_modules=heads,
-        mesh=context.mesh,
-        compute_dtype=compute_dtype,
-        keep_unsharded=is_trained and unsharded_bytes <= UNSHARDED_SHARE * context.backend.memory_info()[1],
-        cpu_offload=cpu_offload,
-    )
+    room = UNSHARDED_SHARE * context.backend.memory_info()[1]
+    copied = sum(p.numel() for p in hf.parameters() if p.dtype != compute_dtype)
+    is_whole = context.mesh.size() == 1 and not cpu_offload and copied * compute_dtype.itemsize <= room
+    if not is_whole:
+        root.stays_whole = is_trained and sum(p.numel() for p in hf.parameters()) * compute_dtype.itemsize <= room
+        shard_model(
+            root,
+            meta.blocks,
+            float32_modules=heads,
+            mesh=context.mesh,
+            compute_dtype=compute_dtype,
+            reshards_after_forward=not root.stays_whole,
+            cpu_offload=cpu_offload,
+        )
     allocate(root, hf, torch.device("cpu") if cpu_offload else context.device, buffers=context.device)
+    if is_whole:
+        root.compute_weights = ComputeWeights(root, dtype=compute_dtype, float32_modules=heads)
     rollout, longest = cfg.rollout, cfg.task.max_prompt_tokens + cfg.rollout.max_response_tokens
     fix_longrope(hf, max_model_len=rollout.max_model_len if rollout.max_model_len else longest)
     fill_weights(meta, cfg, device=context.device)
@@ -426,8 +440,12 @@ def _compile_options() -> dict[str, Any]:
 
 
 def allocate(root: nn.Module, hf: PreTrainedModel, device: torch.device, *, buffers: torch.device) -> None:
-    """Give the sharded model memory, and have transformers compute the buffers that no checkpoint holds (rotary)."""
+    """Give the model memory, and have transformers compute the buffers that no checkpoint holds (rotary)."""
+    tied = [places for _, places in parameter_places(root) if len(places) > 1]
     root.to_empty(device=device)
+    for (first, name), *others in tied:  # which torch gives memory of their own
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
     with torch.no_grad():
         for module in hf.modules():
             if any(True for _ in module.buffers(recurse=False)):

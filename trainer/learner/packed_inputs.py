@@ -326,8 +326,9 @@ def token_ages(batch: MicroBatch, *, version: int, device: torch.device) -> Tens
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy to `device`. The array is made writable first (Ray hands out read-only ones, about which torch warns)."""
-    owned = array if array.flags.writeable else array.copy()
-    return torch.from_numpy(np.ascontiguousarray(owned)).to(device, non_blocking=True)
+    owned = torch.from_numpy(np.ascontiguousarray(array if array.flags.writeable else array.copy()))
+    # Page-locked: the host would wait for the device to reach a copy from other memory.
+    return owned if device.type == "cpu" else owned.pin_memory().to(device, non_blocking=True)
 
 
 def scatter_to_tokens(values_L: Tensor, batch: MicroBatch) -> np.ndarray:

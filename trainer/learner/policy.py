@@ -74,7 +74,7 @@ class PolicyTrainer:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The sharded Hugging Face model: parameters are float32 DTensors under their checkpoint names."""
+        """The Hugging Face model: parameters are float32 masters under their checkpoint names, DTensors if sharded."""
         return self._built.policy.hf
 
     @property
@@ -175,7 +175,7 @@ class PolicyTrainer:
         """Forward and backward of every micro-batch; the sums of `policy_metrics` over all ranks, and `grad_sq`."""
         sums = StepSums(self.device)
         for index, batch in enumerate(batches):
-            self._built.policy.set_is_last_backward(index == len(batches) - 1)  # pyright: ignore[reportCallIssue]
+            self._built.policy.expect_backward(is_last=index == len(batches) - 1)
             output = self._built.forward(batch)
             loss, parts = self._loss(batch, output, version=version, reference_T=references[index])
             sums.add(parts)
@@ -253,7 +253,7 @@ class PolicyTrainer:
         if self._critic is not None:
             rewards_T = np.zeros(len(batch.token_ids))
             self._critic.targets([batch], [rewards_T], ValueSums(num_loss_tokens=0, clip=None))
-        self._built.policy.set_is_last_backward(True)  # pyright: ignore[reportCallIssue]
+        self._built.policy.expect_backward(is_last=True)
         output = self._built.forward(batch)
         loss, _ = self._loss(batch, output, version=0, reference_T=None)
         if output.values_L is not None:

@@ -270,9 +270,13 @@ def _estimate(name: str, nbytes: int, hint: str) -> MemoryItem:
 def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
     """While this model is trained."""
     b, checkpointing = DTYPE_BYTES[cfg.model.compute_dtype], cfg.learner.activation_checkpointing
-    keeps_unsharded = shape.num_params * b <= UNSHARDED_SHARE * device.total_bytes
-    unsharded = shape.num_params if keeps_unsharded else _gathered_params(shape)
-    in_backward = 0 if shape.num_frozen_params else shape.num_root_params + shape.num_block_params
+    room = UNSHARDED_SHARE * device.total_bytes
+    copied = shape.num_trained_params * (b < MASTER_BYTES)
+    if cfg.learner.num_ranks == 1 and not cfg.learner.cpu_offload and copied * b <= room:
+        unsharded, in_backward = copied, 0 if shape.num_frozen_params else shape.num_root_params
+    else:
+        unsharded = shape.num_params if shape.num_params * b <= room else _gathered_params(shape)
+        in_backward = 0 if shape.num_frozen_params else shape.num_root_params + shape.num_block_params
     num_tokens = cfg.learner.max_tokens_per_micro_batch
     block = activation_bytes_per_block(shape, num_tokens=num_tokens, compute_bytes=b)
     # With checkpointing, the input of each block and the one being recomputed.

@@ -15,7 +15,17 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.fakes.learner import gradients, logprobs, make_learner, pack, run_config, save_tiny, sequences, weights
+from tests.fakes.learner import (
+    gradients,
+    logprobs,
+    make_learner,
+    pack,
+    run_config,
+    save_tiny,
+    sequences,
+    weights,
+    whole,
+)
 from tests.fakes.own_tokenizer import CODE_FILE, VOCABULARY_FILE, save_own_tokenizer
 from trainer.config.schema import LoraConfig
 from trainer.errors import ModelError
@@ -42,10 +52,6 @@ def lora_config(directory: Path, *, compute_dtype: str = "float32", **lora: Any)
 def train(learner: PolicyTrainer, *steps: int) -> None:
     for step in steps:
         learner.train_step([pack(sequences(4, seed=step))], step=step)
-
-
-def whole(param: Any) -> torch.Tensor:
-    return param.full_tensor().detach()
 
 
 def base_of(learner: PolicyTrainer) -> dict[str, torch.Tensor]:

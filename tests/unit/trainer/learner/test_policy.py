@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import (
@@ -26,7 +27,7 @@ from tests.fakes.learner import (
 )
 from trainer.algorithms.losses import policy_loss
 from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, MaskConfig, RejectConfig
-from trainer.config.schema import LearnerConfig, RunConfig
+from trainer.config.schema import LearnerConfig, LoraConfig, RunConfig
 from trainer.errors import TrainingDiverged
 from trainer.learner.fsdp import ShardedAdamW, learning_rate
 from trainer.learner.packed_inputs import loss_inputs
@@ -79,6 +80,32 @@ def test_bfloat16_compute_keeps_float32_masters_and_stays_close(tiny_dir: Path) 
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("extra", [{}, {"lora": LoraConfig(rank=8)}], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_one_rank_without_sharding_makes_the_steps_of_fsdp2(
+    extra: dict[str, Any], checkpointing: bool, tiny_dir: Path
+) -> None:
+    """Bit for bit, with tied embeddings, over several micro-batches (float32 sums of bfloat16 gradients); weights that
+    are offloaded to the host are sharded as those of several ranks are."""
+    cfg, batches = run_config(tiny_dir, lr=1e-2, activation_checkpointing=checkpointing), [*map(pack, _thirds())]
+    cfg = replace(cfg, model=replace(cfg.model, compute_dtype="bfloat16", **extra))
+    plain = make_learner(cfg)
+    sharded = make_learner(replace(cfg, learner=replace(cfg.learner, cpu_offload=True)))
+    assert isinstance(sharded._built.policy, FSDPModule) and not isinstance(plain._built.policy, FSDPModule)
+    for step in range(2):
+        norms = [one.train_step(batches, step=step).metrics["grad_norm"].mean for one in (plain, sharded)]
+        assert norms[0] == norms[1] > 0
+    expected = weights(sharded)
+    assert all(tensor.equal(expected[name]) for name, tensor in weights(plain).items())
+    copies = plain._built.policy.compute_weights
+    assert copies is not None and all(one.copy.untyped_storage().nbytes() == 0 for one in copies._copied)
+
+
+def _thirds() -> list[list[MicroBatch]]:
+    parts = sequences(9)
+    return [parts[:3], parts[3:6], parts[6:]]
+
+
 def test_gradient_is_clipped_by_the_norm_that_is_reported(tiny_dir: Path) -> None:
     batch = pack(sequences(6))
     norm = math.sqrt(
@@ -87,7 +114,7 @@ def test_gradient_is_clipped_by_the_norm_that_is_reported(tiny_dir: Path) -> Non
     clipped = make_learner(run_config(tiny_dir, max_grad_norm=norm / 4, beta1=0.0))
     assert clipped.train_step([batch], step=0).metrics["grad_norm"].mean == pytest.approx(norm, rel=1e-5)
     moments = [t for n, t in clipped._optimizers[""].state().items() if n.startswith("exp_avg.")]
-    applied = math.sqrt(sum(t.full_tensor().square().sum().item() for t in moments))
+    applied = math.sqrt(sum(t.square().sum().item() for t in moments))
     assert applied == pytest.approx(norm / 4, rel=1e-4)
 
 
@@ -97,7 +124,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_one_too_many_raises(
     poisoned = replace(batch, advantages=np.where(batch.loss_mask, np.inf, 0).astype(np.float32))
 
     def state() -> dict[str, torch.Tensor]:
-        optimizer = {name: tensor.full_tensor().clone() for name, tensor in learner._optimizers[""].state().items()}
+        optimizer = {name: tensor.clone() for name, tensor in learner._optimizers[""].state().items()}
         return {**weights(learner), **optimizer, "num_updates": torch.tensor(learner._optimizers[""].num_updates)}
 
     for row in range(2):  # a step that goes well forgives those before it
