@@ -79,7 +79,7 @@ class Prefetch:
         self.slots = slots
         self._epoch = epoch
         self._host = host
-        self._give_up = Deadline(host.clock() + deadline_s + SLACK_S, self._check)
+        self._deadline = Deadline(host.clock() + deadline_s + SLACK_S, self._check)
         self._is_aborted = threading.Event()
         self.result: Future[Pulled] = Future()
         """What it cost, or the `WeightSyncError` that ended it."""
@@ -94,9 +94,9 @@ class Prefetch:
         if self.result.done():
             return self.result.exception() is None
         now = self._host.clock()
-        if now >= self._give_up.at:
+        if now >= self._deadline.at:
             return False
-        self._give_up.at = max(self._give_up.at, now + deadline_s + SLACK_S)
+        self._deadline.at = max(self._deadline.at, now + deadline_s + SLACK_S)
         return True
 
     @property
@@ -127,7 +127,7 @@ class Prefetch:
             self._host.choose_device()
             pulled = Pulled()
             if self._epoch.landing.is_staged:
-                pulled = self._epoch.pull(self.version, self.slots, give_up=self._give_up)
+                pulled = self._epoch.pull(self.version, self.slots, deadline=self._deadline)
         except BaseException as error:  # noqa: BLE001 - a thread's edge: who waits for `result` gets it
             if not isinstance(error, WeightSyncError):
                 error = WeightSyncError(f"the pull of version {self.version} failed: {error!r}")
@@ -273,20 +273,20 @@ class WeightReceiver:
         epoch = self._opened()
         if self.live_version == version:
             return self._report(version, Pulled(), commit_s=0.0, has_moved=False)
-        give_up = Deadline(self._clock() + deadline_s)
-        pulled, slots = self._finish_prefetch(version, give_up.at)
+        deadline = Deadline(self._clock() + deadline_s)
+        pulled, slots = self._finish_prefetch(version, deadline.at)
         try:
             epoch.check_addresses()
             # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
             self._backend.synchronize()
             started = self._clock()
             if not epoch.landing.is_staged:
-                epoch.require_intact(version, slots, give_up=give_up)  # before a byte is written
+                epoch.require_intact(version, slots, deadline=deadline)  # before a byte is written
             self._is_dirty = True
             if epoch.landing.is_staged:
                 epoch.copy_from_shadow()
             else:
-                pulled = epoch.pull(version, slots, give_up=give_up)
+                pulled = epoch.pull(version, slots, deadline=deadline)
         except BaseException:
             epoch.give_up()
             raise
@@ -417,7 +417,7 @@ class WeightReceiver:
             worker=self._worker,
             version=version,
             pull_s=pulled.pull_s,
-            pull_by_source=pulled.seconds_by_source(),
+            pull_by_source=dict(pulled.by_source),
             attest_s=pulled.attest_s,
             commit_s=commit_s,
             nbytes=plan.nbytes if has_moved else 0,

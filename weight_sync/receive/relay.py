@@ -117,7 +117,8 @@ class _ShadowSlot:
 
 
 class Relay:
-    """One worker's place in its ring. One thread pulls; the control thread passes successors' questions to `answer`.
+    """One worker's place in its ring. Threads pull, sources from predecessors one after the other; the control thread
+    passes successors' questions to `answer`.
 
     begin(v) ─> pull(source) ... ─> begin(v + 1) ...        give_up(): nothing here is to be read
     """
@@ -181,6 +182,10 @@ class Relay:
             self._senders.forget(reader.rpartition("/")[0])
         self._link = request
         self._via = {rank: stage.via for stage in self._link.stages for rank in stage.ranks}
+
+    def hands_on(self, rank: int) -> bool:
+        """Whether a predecessor is to hand this source on."""
+        return bool(self._via.get(rank))
 
     def begin(self, version: int) -> None:
         """Call before the first byte of `version` is written: this is what tells readers of an earlier one that their
@@ -359,7 +364,7 @@ def _arenas(backend: Backend, shadow: PersistentBlock, host: str) -> Iterator[Ar
 
 
 class Inlet:
-    """Reads sources out of a predecessor's shadow block into the same places of one's own."""
+    """Reads sources out of a predecessor's shadow block into the same places of one's own, one after the other."""
 
     def __init__(
         self,
@@ -377,8 +382,6 @@ class Inlet:
         self._line = line
         self._shadow = shadow
         self._patience = patience
-        self._turn = threading.Lock()
-        """One source at a time: there is one link."""
         self._lost = -1
         """The version that is expected from it no more."""
 
@@ -412,8 +415,6 @@ class Inlet:
             if self._process:
                 require_alive(self._process)
 
-        while not self._turn.acquire(timeout=0.05):
-            check()
         try:
             if version == self._lost:
                 raise RelayStalled(f"version {version} is not expected from {self._owner} any more")
@@ -425,8 +426,6 @@ class Inlet:
                 raise
             self._lost = version
             raise RelayStalled(f"{self._owner} does not bring version {version} of learner {rank}: {error}") from error
-        finally:
-            self._turn.release()
 
     def _copy(
         self,

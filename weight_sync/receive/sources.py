@@ -1,21 +1,22 @@
 """What a worker reads from in one epoch: learners and relays, and the pull itself.
 
-A version arrives source by source, from the learner or from another replica that has it already. After the last byte
-the worker asks each learner whether its slot still is what the coordinator pinned, and for the digests of what it
-packed. A source of which a run differs is pulled once more, from the learner. Only then do the bytes count.
+A version arrives from several sources at a time, each a learner or another replica that has it already. After the last
+byte of a source the worker asks its learner whether the slot still is what the coordinator pinned, and for the digests
+of what it packed. A source of which a run differs is pulled once more, from the learner. Only then do the bytes count.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import zmq
@@ -35,6 +36,7 @@ from weight_sync.node import node_id, reachable_host
 from weight_sync.plan.agreement import open_pull
 from weight_sync.receive.relay import Relay
 from weight_sync.receive.staging import Landing, ParameterAddresses, build_landing, parameter_bytes
+from weight_sync.transports import mapped, pair
 from weight_sync.transports.base import OnArrived, Piece, SourceReader
 from weight_sync.transports.select import NodeTransport, SelectedReader
 
@@ -51,8 +53,12 @@ SILENCE_S = 10.0
 """Publishers answer from a thread of their own, at once; one that is silent for this long is lost."""
 LAST_WORD_S = 0.2
 """For a question at the end of a deadline, or after a failure."""
-REACHED_AT_ONCE = 16
-"""Sources that are connected and probed at a time when an epoch opens."""
+ASKED_AT_ONCE = 16
+"""Sources that are asked, or connected and probed, at a time."""
+READ_AT_ONCE = {**dict.fromkeys(mapped.MAPPED, 4), pair.HOST: 2}
+"""Sources of a transport that are read at a time; of others one. Those run a kernel per batch at both ends: kernels of
+two communicators that queue up behind each other in another order here than there would wait for each other."""
+T = TypeVar("T")
 
 
 def _is_wanted() -> None:
@@ -76,7 +82,20 @@ Slots = Mapping[int, SlotAt]
 class _Pull(NamedTuple):
     version: int
     slots: Slots
-    give_up: Deadline
+    deadline: Deadline
+    has_failed: threading.Event
+    """At one source: the others stop."""
+
+
+class _SourcePull(NamedTuple):
+    """How one source was read."""
+
+    rank: int
+    began_at: float
+    ended_at: float
+    num_stalls: int
+    digests: tuple[int, ...]
+    """Of its runs, by the learner."""
 
 
 class Source(NamedTuple):
@@ -96,14 +115,8 @@ class Pulled(NamedTuple):
     attest_s: float = 0.0
     num_retries: int = 0
     num_stalls: int = 0
-    by_source: tuple[tuple[int, float], ...] = ()
-    """(learner rank, seconds of its pull); twice where a digest differed."""
-
-    def seconds_by_source(self) -> dict[int, float]:
-        seconds: dict[int, float] = {}
-        for rank, spent_s in self.by_source:
-            seconds[rank] = seconds.get(rank, 0.0) + spent_s
-        return seconds
+    by_source: Mapping[int, float] = {}
+    """Learner rank -> seconds of its pull, and of the second one where a digest differed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,12 +224,12 @@ class ReceiverEpoch:
             if has_failed.is_set():
                 raise PullTimeout(f"{self._holder} could not reach another learner")
 
-        give_up = Deadline(self._host.clock() + deadline_s, check)
+        deadline = Deadline(self._host.clock() + deadline_s, check)
         node, own = node_id(), self._request.host
         host = reachable_host() if own is None else own
 
         def ping(source: Source) -> None:
-            left_s = give_up.at - self._host.clock()
+            left_s = deadline.at - self._host.clock()
             source.client.ping(deadline_s=min(SILENCE_S, max(left_s, LAST_WORD_S)))
 
         alike: dict[object, list[Source]] = {}
@@ -240,14 +253,14 @@ class ReceiverEpoch:
         probed = [sources[turn % len(sources)] for sources in alike.values()]
         # All pings before the patterns, which may take all the time: a learner that has none left to answer in is not
         # lost.
-        self._at_sources([*self._sources.values()], ping, on_failed=has_failed.set)
-        connect = partial(self._connect_within, give_up)
-        self._at_sources(probed, connect, on_failed=has_failed.set)
+        at_all = partial(self._side_by_side, at_once=ASKED_AT_ONCE, on_failed=has_failed.set)
+        at_all([partial(ping, source) for source in self._sources.values()])
+        at_all([partial(self._connect_within, deadline, source) for source in probed])
 
-    def _connect_within(self, give_up: Deadline, source: Source) -> None:
+    def _connect_within(self, deadline: Deadline, source: Source) -> None:
         def check() -> None:
-            give_up.check()
-            if self._host.clock() >= give_up.at:
+            deadline.check()
+            if self._host.clock() >= deadline.at:
                 raise PullTimeout(
                     f"{self._holder} did not get its probe pattern of {source.info.probe_bytes} bytes in time; raise "
                     "weight_sync.timeout_s, or look why this worker or the way to that learner is slow"
@@ -255,23 +268,29 @@ class ReceiverEpoch:
 
         self._readers[source.info.rank].connect(check)
 
-    def _at_sources(
-        self, sources: Sequence[Source], step: Callable[[Source], None], *, on_failed: Callable[[], None]
-    ) -> None:
-        """Runs `step` at up to `REACHED_AT_ONCE` sources at a time. Once one has failed, calls `on_failed`, starts no
-        more, waits for those under way, and raises the failure; of several, that of the first source."""
-        with ThreadPoolExecutor(
-            REACHED_AT_ONCE, thread_name_prefix="weight-sync-reach", initializer=self._host.choose_device
-        ) as pool:
-            steps = [pool.submit(step, source) for source in sources]
-            done, pending = wait(steps, return_when=FIRST_EXCEPTION)
-            failures = [failure for one in steps if one in done and (failure := one.exception()) is not None]
-            if failures:
+    def _side_by_side(
+        self, steps: Sequence[Callable[[], T]], *, at_once: int, on_failed: Callable[[], None]
+    ) -> list[T]:
+        """The results of `steps`, which begin in this order, up to `at_once` at a time: in this thread, and in others
+        that do not keep the process from ending. Once one has failed, calls `on_failed`, begins no more, waits for
+        those under way, and raises the first failure."""
+        turns, results, failures = itertools.count(), dict[int, T](), list[BaseException]()
+
+        def work() -> None:
+            try:
+                self._host.choose_device()
+                while not failures and (turn := next(turns)) < len(steps):
+                    results[turn] = steps[turn]()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failures.append(error)
                 on_failed()
-                for one in pending:
-                    one.cancel()
+
+        others = [pair.in_thread("weight-sync-source", work) for _ in range(min(at_once, len(steps)) - 1)]
+        work()
+        wait(others)
         if failures:
             raise failures[0]
+        return [results[turn] for turn in range(len(steps))]
 
     def link(self, request: LinkRequest) -> None:
         """Read the sources in another order, some of them from other replicas.
@@ -287,7 +306,7 @@ class ReceiverEpoch:
         for rank in (rank for stage in request.stages if stage.via for rank in stage.ranks):
             self._readers[rank].disconnect()
 
-    def pull(self, version: int, slots: Slots, *, give_up: Deadline) -> Pulled:
+    def pull(self, version: int, slots: Slots, *, deadline: Deadline) -> Pulled:
         """Bring `version` into the shadow (staged) or the parameters (in place), verified. Call `give_up` if it raises.
 
         Raises:
@@ -295,22 +314,35 @@ class ReceiverEpoch:
         """
         # First: those who read from here and are ahead wait for this version, and are told if it is given up.
         self._relay.begin(version)
-        pull = _Pull(version, slots, give_up)
-        total = Pulled()
-        for rank in self._sources:
-            total = self._pull_source(rank, pull, total)
+        pull = _Pull(version, slots, deadline, threading.Event())
+        began_at = self._host.clock()
+        in_turn, apart, at_once = self._order()
+        steps = [partial(self._pull_sources, pull, sources) for sources in (*([in_turn] if in_turn else ()), *apart)]
+        lanes = self._side_by_side(steps, at_once=at_once, on_failed=pull.has_failed.set)
+        found = [one for lane in lanes for one in lane]
         # After all bytes: digests read as fast as memory can, which a pull should not have to share.
-        for rank in self._sources:
-            total = self._attest_source(rank, pull, total)
-        return total
+        again = [retry for one in found if (retry := self._attest(pull, one)) is not None]
+        pull_s = max((one.ended_at for one in found), default=began_at) - began_at
+        again_s = sum(retry.ended_at - retry.began_at for retry in again)
+        by_source: Counter[int] = Counter()
+        for one in (*found, *again):
+            by_source[one.rank] += one.ended_at - one.began_at
+        return Pulled(
+            pull_s=pull_s + again_s,
+            attest_s=self._host.clock() - began_at - pull_s - again_s,
+            num_retries=len(again),
+            num_stalls=sum(one.num_stalls for one in found),
+            by_source=by_source,
+        )
 
-    def require_intact(self, version: int, slots: Slots, *, give_up: Deadline) -> None:
+    def require_intact(self, version: int, slots: Slots, *, deadline: Deadline) -> None:
         """
         Raises:
             SlotOverwritten, PublisherLost, PullTimeout: a learner does not hold the version there any more, or is lost.
         """
-        for rank in self._sources:
-            self._sent_digests(rank, _Pull(version, slots, give_up))
+        pull = _Pull(version, slots, deadline, threading.Event())
+        steps = [partial(self._sent_digests, pull, rank) for rank in self._sources]
+        self._side_by_side(steps, at_once=ASKED_AT_ONCE, on_failed=pull.has_failed.set)
 
     def give_up(self) -> None:
         """After a pull that failed: nobody is to read what arrived."""
@@ -385,40 +417,54 @@ class ReceiverEpoch:
                 f"with digest {found:016x}, written with {info.probe_digest:016x}"
             )
 
-    def _pull_source(self, rank: int, pull: _Pull, total: Pulled, *, is_retry: bool = False) -> Pulled:
+    def _order(self) -> tuple[list[int], list[list[int]], int]:
+        """Sources that are read one after the other, those that are read beside them, and how many at a time."""
+        in_turn: list[int] = []
+        apart: dict[int, int] = {}
+        for rank in self._sources:
+            at_once = READ_AT_ONCE.get(self._readers[rank].transport, 1)
+            # What comes from a predecessor comes in the order of the links: nobody waits in a circle.
+            if at_once == 1 or self._relay.hands_on(rank):
+                in_turn.append(rank)
+            else:
+                apart[rank] = at_once
+        return in_turn, [[rank] for rank in apart], min(apart.values(), default=0) + bool(in_turn)
+
+    def _pull_sources(self, pull: _Pull, ranks: Sequence[int]) -> list[_SourcePull]:
+        return [self._pull_source(pull, rank) for rank in ranks]
+
+    def _pull_source(self, pull: _Pull, rank: int, *, is_retry: bool = False) -> _SourcePull:
         clock, source, reader = self._host.clock, self._sources[rank], self._readers[rank]
         slot = pull.slots[rank].slot
 
         def keep_going() -> None:
-            pull.give_up.check()
-            if clock() >= pull.give_up.at:
+            self._check(pull)
+            if clock() >= pull.deadline.at:
                 raise PullTimeout(f"{self._holder}: version {pull.version} did not arrive in time; it is not committed")
 
         def direct(pieces: Sequence[Piece], on_arrived: OnArrived) -> None:
             reader.pull(slot, pieces, check=keep_going, on_arrived=on_arrived)
 
         keep_going()
-        started = clock()
+        began_at = clock()
         num_stalls = self._relay.pull(
             rank, source.pieces, version=pull.version, direct=direct, check=keep_going, is_retry=is_retry
         )
-        spent_s = clock() - started
-        return total._replace(
-            pull_s=total.pull_s + spent_s,
-            num_retries=total.num_retries + is_retry,
-            num_stalls=total.num_stalls + num_stalls,
-            by_source=(*total.by_source, (rank, spent_s)),
-        )
+        return _SourcePull(rank, began_at, clock(), num_stalls, self._sent_digests(pull, rank))
 
-    def _attest_source(self, rank: int, pull: _Pull, total: Pulled) -> Pulled:
+    def _check(self, pull: _Pull) -> None:
+        pull.deadline.check()
+        if pull.has_failed.is_set():
+            raise PullTimeout(f"{self._holder} stops reading version {pull.version}: another source of it has failed")
+
+    def _attest(self, pull: _Pull, found: _SourcePull) -> _SourcePull | None:
         """What arrived from a learner is what it packed; what differs is pulled once more, past relays."""
-        wrong, total = self._timed_wrong_runs(rank, pull, total)
-        if not wrong:
-            return total
-        total = self._pull_source(rank, pull, total, is_retry=True)
-        wrong, total = self._timed_wrong_runs(rank, pull, total)
-        if not wrong:
-            return total
+        rank = found.rank
+        if not self._wrong_runs(rank, found.digests):
+            return None
+        again = self._pull_source(pull, rank, is_retry=True)
+        if not (wrong := self._wrong_runs(rank, again.digests)):
+            return again
         names = sorted({self.plan.runs[i].dst_param for i in wrong})
         num_runs = len(self._sources[rank].runs)
         raise DigestMismatch(
@@ -426,12 +472,7 @@ class ReceiverEpoch:
             f"{', '.join(names[:5])}; suspect the link or the memory of either host"
         )
 
-    def _timed_wrong_runs(self, rank: int, pull: _Pull, total: Pulled) -> tuple[list[int], Pulled]:
-        started = self._host.clock()
-        wrong = self._wrong_runs(rank, self._sent_digests(rank, pull))
-        return wrong, total._replace(attest_s=total.attest_s + self._host.clock() - started)
-
-    def _sent_digests(self, rank: int, pull: _Pull) -> tuple[int, ...]:
+    def _sent_digests(self, pull: _Pull, rank: int) -> tuple[int, ...]:
         """The learner's own digests of the runs of this worker.
 
         Raises:
@@ -439,11 +480,13 @@ class ReceiverEpoch:
             PublisherLost: no answer within `SILENCE_S`.
             PullTimeout: none either, and there was less time than that.
         """
-        at, deadline = pull.slots[rank], pull.give_up
-        patience_s = min(SILENCE_S, max(deadline.at - self._host.clock(), LAST_WORD_S))
+        at = pull.slots[rank]
+        patience_s = min(SILENCE_S, max(pull.deadline.at - self._host.clock(), LAST_WORD_S))
         request = Check(worker=self.plan.worker, slot=at.slot, generation=at.generation)
         try:
-            checked = self._sources[rank].client.ask(request, Checked, deadline_s=patience_s, check=deadline.check)
+            checked = self._sources[rank].client.ask(
+                request, Checked, deadline_s=patience_s, check=partial(self._check, pull)
+            )
         except PublisherLost as error:
             if patience_s >= SILENCE_S:
                 raise

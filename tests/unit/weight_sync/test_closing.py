@@ -334,7 +334,7 @@ async def test_a_pull_that_still_runs_ends_before_what_it_reads_is_freed(name: s
     mappings.assert_all_gone()
 
 
-def pull_for_ever(_version: int, _slots: Any, *, give_up: Any) -> None:
+def pull_for_ever(_version: int, _slots: Any, *, deadline: Any) -> None:
     while True:
-        give_up.check()
+        deadline.check()
         time.sleep(0.002)

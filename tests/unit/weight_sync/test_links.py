@@ -43,9 +43,9 @@ async def test_links_that_come_during_a_pull_end_it() -> None:
         receiver = replicas[3].receivers[0]
         pull = receiver._epoch.pull
 
-        def pull_for_ever(_version: int, _slots: Any, *, give_up: Any) -> None:
+        def pull_for_ever(_version: int, _slots: Any, *, deadline: Any) -> None:
             while True:
-                give_up.check()
+                deadline.check()
                 time.sleep(0.002)
 
         receiver._epoch.pull = pull_for_ever

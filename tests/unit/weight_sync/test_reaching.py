@@ -71,7 +71,7 @@ def test_sources_are_reached_side_by_side_but_not_all_at_once(
     step: str, closing: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = opened_by(4, closing)
-    monkeypatch.setattr(sources, "REACHED_AT_ONCE", 2)
+    monkeypatch.setattr(sources, "ASKED_AT_ONCE", 2)
     together, lock = threading.Barrier(2), threading.Lock()
     owner, name = {"ping": (ControlClient, "ping"), "probe": (ReceiverEpoch, "_probe")}[step]
     original, inside, most = getattr(owner, name), 0, 0
