@@ -202,6 +202,8 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     attest_s: float
     commit_s: float
     nbytes: int
+    skipped_bytes: int = 0
+    """Of `nbytes`, those that were not read, because they are what they were in the version before."""
     num_runs: int
     num_retries: int
     """Sources pulled a second time because a digest differed."""
@@ -357,6 +359,8 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     end_to_end_s: float
     """From the request to sync until the last replica was live."""
     nbytes: int
+    skipped_bytes: int = 0
+    """Of `nbytes`, those that were not read, because they are what they were in the version before."""
     num_runs: int
     num_retries: int
     num_stalls: int

@@ -28,7 +28,7 @@ LENGTH_WINDOW_GROUPS = 256
 generated and trained in different orders."""
 SYNC_FIELDS = (
     "pack_s", "seal_s", "lease_s", "pull_s", "attest_s", "drain_s", "pause_s", "commit_s", "resume_s", "end_to_end_s",
-    "num_runs", "num_retries", "num_stalls", "replicas_live", "replicas_skipped",
+    "skipped_bytes", "num_runs", "num_retries", "num_stalls", "replicas_live", "replicas_skipped",
 )  # fmt: skip
 """Fields of a SyncReport that are metrics of the same name."""
 LOST = ("filtered_tokens", "failed_tokens", "unused_tokens", "retried_s", "dropped_s")

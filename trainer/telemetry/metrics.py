@@ -37,6 +37,8 @@ ENGINES: Rows = (
     ("sync/resume_s", "s", "Slowest engine: from the new weights in place to the end of its pause.", "short"),
     ("sync/end_to_end_s", "s", "From the start of the sync until the last engine is live.", "< perf/step_s"),
     ("sync/bytes", "bytes", "Weights moved per version.", "constant"),
+    ("sync/skipped_bytes", "bytes", "Of these, not read again: they are what they were in the version before.",
+     "0 unless parts are frozen"),
     ("sync/num_runs", "runs", "Contiguous copies per version.", "constant"),
     ("sync/num_retries", "retries", "Repeated pulls.", "0"),
     ("sync/num_stalls", "sources", "Reads from another engine that stalled; the learner sent the rest.", "0"),

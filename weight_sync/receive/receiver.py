@@ -421,6 +421,7 @@ class WeightReceiver:
             attest_s=pulled.attest_s,
             commit_s=commit_s,
             nbytes=plan.nbytes if has_moved else 0,
+            skipped_bytes=pulled.skipped_bytes,
             num_runs=len(plan.runs) if has_moved else 0,
             num_retries=pulled.num_retries,
             num_stalls=pulled.num_stalls,

@@ -35,9 +35,16 @@ from weight_sync.messages import Check, Checked, SlotAt
 from weight_sync.node import node_id, reachable_host
 from weight_sync.plan.agreement import open_pull
 from weight_sync.receive.relay import Relay
-from weight_sync.receive.staging import Landing, ParameterAddresses, build_landing, parameter_bytes
+from weight_sync.receive.staging import (
+    Landing,
+    ParameterAddresses,
+    UnchangedRuns,
+    build_landing,
+    parameter_bytes,
+    parts_in,
+)
 from weight_sync.transports import mapped, pair
-from weight_sync.transports.base import OnArrived, Piece, SourceReader
+from weight_sync.transports.base import OnArrived, Piece, SourceReader, ignore
 from weight_sync.transports.select import NodeTransport, SelectedReader
 
 if TYPE_CHECKING:
@@ -94,6 +101,7 @@ class _SourcePull(NamedTuple):
     began_at: float
     ended_at: float
     num_stalls: int
+    skipped_bytes: int
     digests: tuple[int, ...]
     """Of its runs, by the learner."""
 
@@ -115,6 +123,7 @@ class Pulled(NamedTuple):
     attest_s: float = 0.0
     num_retries: int = 0
     num_stalls: int = 0
+    skipped_bytes: int = 0
     by_source: Mapping[int, float] = {}
     """Learner rank -> seconds of its pull, and of the second one where a digest differed."""
 
@@ -190,6 +199,9 @@ class ReceiverEpoch:
             )
             undo.callback(self._relay.close)
             self._arrived = self._digests_of(landing.arrivals) if request.verify else {}
+            spans = [(run.src_off, run.nbytes) for run in plan.runs]
+            spans_by_source = {rank: [spans[i] for i in source.runs] for rank, source in self._sources.items()}
+            self._unchanged = UnchangedRuns(spans_by_source) if landing.is_staged and request.verify else None
             self._residence = ParameterAddresses(host.model, landing.written)
             self._copy: BatchCopy = BatchCopy(host.backend, landing.moves)
             undo.pop_all()
@@ -332,6 +344,7 @@ class ReceiverEpoch:
             attest_s=self._host.clock() - began_at - pull_s - again_s,
             num_retries=len(again),
             num_stalls=sum(one.num_stalls for one in found),
+            skipped_bytes=sum({one.rank: one.skipped_bytes for one in (*found, *again)}.values()),
             by_source=by_source,
         )
 
@@ -434,23 +447,38 @@ class ReceiverEpoch:
         return [self._pull_source(pull, rank) for rank in ranks]
 
     def _pull_source(self, pull: _Pull, rank: int, *, is_retry: bool = False) -> _SourcePull:
-        clock, source, reader = self._host.clock, self._sources[rank], self._readers[rank]
-        slot = pull.slots[rank].slot
+        clock, reader, slot = self._host.clock, self._readers[rank], pull.slots[rank].slot
+        pieces, skipped_bytes = self._sources[rank].pieces, 0
 
         def keep_going() -> None:
             self._check(pull)
             if clock() >= pull.deadline.at:
                 raise PullTimeout(f"{self._holder}: version {pull.version} did not arrive in time; it is not committed")
 
-        def direct(pieces: Sequence[Piece], on_arrived: OnArrived) -> None:
-            reader.pull(slot, pieces, check=keep_going, on_arrived=on_arrived)
+        def direct(wanted: Sequence[Piece], on_arrived: OnArrived) -> None:
+            nonlocal skipped_bytes
+            if changed is None:
+                reader.pull(slot, wanted, check=keep_going, on_arrived=on_arrived)
+                return
+            parts, arrived = parts_in(changed, wanted, on_arrived)
+            skipped_bytes = max(0, self.plan.bytes_by_source[rank] - sum(part.dst.numel() for part in parts))
+            if parts:
+                reader.pull(slot, parts, check=keep_going, on_arrived=ignore if on_arrived is ignore else arrived)
+            else:
+                on_arrived(len(wanted))
 
         keep_going()
         began_at = clock()
+        changed = None
+        if self._unchanged is not None:
+            changed = self._unchanged.changed(rank, partial(self._sent_digests, pull, rank))
+        # A retry, and what need not be read at all, is no matter of the predecessors.
+        is_own = is_retry or changed == []
         num_stalls = self._relay.pull(
-            rank, source.pieces, version=pull.version, direct=direct, check=keep_going, is_retry=is_retry
+            rank, pieces, version=pull.version, direct=direct, check=keep_going, is_retry=is_own
         )
-        return _SourcePull(rank, began_at, clock(), num_stalls, self._sent_digests(pull, rank))
+        ended_at = clock()
+        return _SourcePull(rank, began_at, ended_at, num_stalls, skipped_bytes, self._sent_digests(pull, rank))
 
     def _check(self, pull: _Pull) -> None:
         pull.deadline.check()
@@ -511,7 +539,10 @@ class ReceiverEpoch:
                 "open both sides with the same plan and the same `verify`"
             )
         found = self._arrived[rank]()
-        return [i for i, a, b in zip(source.runs, sent, found, strict=True) if a != b]
+        wrong = [i for i, a, b in zip(source.runs, sent, found, strict=True) if a != b]
+        if self._unchanged is not None and not wrong:
+            self._unchanged.verified(rank, sent)
+        return wrong
 
     def _digests_of(self, views: Sequence[torch.Tensor]) -> dict[int, BatchDigest]:
         """Source rank -> digest of its runs, given every run's bytes."""

@@ -5,6 +5,7 @@ Built once per epoch. Afterwards a pull is a walk over these views.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import ExitStack
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,12 +18,13 @@ from weight_sync.receive.quantized import VIRTUAL_PREFIXES, ModuleReload
 from weight_sync.transports.base import Piece, pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from weight_sync.device.base import Backend, PersistentBlock
     from weight_sync.messages import CommitMode
     from weight_sync.plan.types import PullPlan
     from weight_sync.receive.quantized import Reloads
+    from weight_sync.transports.base import OnArrived
 
 
 MERGE_GAP_BYTES = 4096
@@ -227,3 +229,79 @@ def _pieces(spans: Iterable[tuple[int, int, torch.Tensor]]) -> dict[int, tuple[P
         copies = found.setdefault(rank, [])
         copies += [Piece(at + start, target[start : start + size]) for start, size in pieces(target.numel())]
     return {rank: tuple(copies) for rank, copies in found.items()}
+
+
+# What did not change since the version before
+
+
+SKIP_GAP_BYTES = 256 << 10
+"""Changed runs closer than this are read together: to start a copy takes as long as to copy this much."""
+Spans = list[tuple[int, int]]
+"""(first byte, end) in a source's slot: in order, and apart."""
+
+
+class UnchangedRuns:
+    """Which bytes of a version need not be read, because the staging buffer has them from the version before: a frozen
+    tower, experts that no token reached, the base under an adapter.
+
+    This only spares reads. What is in the buffer is digested all the same before it counts, and read if it differs.
+    """
+
+    def __init__(self, runs: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """`runs` are (offset in the slot, bytes) by source, in the order of its digests."""
+        self._runs = runs
+        self._last: dict[int, tuple[int, ...]] = {}
+        """Source -> the digests of the runs that were verified last."""
+        self._held: set[int] = set()
+        """Sources whose bytes in the staging buffer are those of `_last`."""
+        self._pays: set[int] = set()
+        """Sources of which a run did not change last time: to know that before a read costs a question."""
+
+    def changed(self, rank: int, ask: Callable[[], Sequence[int]]) -> Spans | None:
+        """Which bytes of a source have to be read; None for all. Call it before anything of the source is written.
+
+        `ask` brings the digests of the version that is to be read.
+        """
+        is_held = rank in self._held
+        self._held.discard(rank)
+        if not is_held or rank not in self._pays:
+            return None
+        runs = zip(self._runs[rank], self._last[rank], ask(), strict=True)
+        return merged_spans(run for run, before, now in runs if before != now)
+
+    def verified(self, rank: int, sent: tuple[int, ...]) -> None:
+        """The staging buffer holds what the learner sent with these digests."""
+        is_any_equal = any(before == now for before, now in zip(self._last.get(rank, ()), sent, strict=False))
+        (self._pays.add if is_any_equal else self._pays.discard)(rank)
+        self._last[rank] = sent
+        self._held.add(rank)
+
+
+def merged_spans(runs: Iterable[tuple[int, int]]) -> Spans:
+    """Spans of (offset, bytes), with the small gaps between them filled."""
+    spans: Spans = []
+    for start, nbytes in sorted(runs):
+        if spans and start <= spans[-1][1] + SKIP_GAP_BYTES:
+            spans[-1] = spans[-1][0], max(spans[-1][1], start + nbytes)
+        else:
+            spans.append((start, start + nbytes))
+    return spans
+
+
+def parts_in(spans: Spans, pieces: Sequence[Piece], on_arrived: OnArrived) -> tuple[list[Piece], OnArrived]:
+    """The parts of `pieces` that lie in `spans`, and what to call with the number of those that have arrived:
+    `on_arrived` is told the number of pieces that are then whole."""
+    ends = [end for _, end in spans]
+    parts: list[Piece] = []
+    owners: list[int] = []
+    for index, (offset, dst) in enumerate(pieces):
+        stop = offset + dst.numel()
+        for start, end in spans[bisect_right(ends, offset) :]:
+            if start >= stop:
+                break
+            first, last = max(start, offset), min(end, stop)
+            parts.append(Piece(first, dst[first - offset : last - offset]))
+            owners.append(index)
+    # All pieces before the one that the next part belongs to.
+    whole = [*owners[1:], len(pieces)]
+    return parts, lambda num_parts: on_arrived(whole[num_parts - 1])

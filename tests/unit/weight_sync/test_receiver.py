@@ -40,7 +40,8 @@ from weight_sync.plan.agreement import share
 from weight_sync.plan.planner import build_plan
 from weight_sync.publish.publisher import WeightPublisher
 from weight_sync.receive import receiver as prefetch
-from weight_sync.receive import sources
+from weight_sync.receive import sources, staging
+from weight_sync.transports.mapped import MappedReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -232,6 +233,45 @@ def test_dirty_worker_becomes_clean_with_a_full_commit(local: LocalPublisher, cl
     pair.take(2)
     assert not pair.receiver.is_dirty
     pair.replica.assert_holds(NEW)
+
+
+def test_runs_that_did_not_change_are_not_read_again_unless_the_staging_buffer_lost_them(
+    closing: list[Any], local: LocalPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "SKIP_GAP_BYTES", 0)
+    pair = Pair([local], ask_local, commit="staged")
+    closing.append(pair.receiver)
+    num_read = [0]
+    pull = MappedReader.pull
+
+    def counted(reader: Any, slot: int, pieces: Any, **others: Any) -> None:
+        num_read[0] += sum(piece.dst.numel() for piece in pieces)
+        pull(reader, slot, pieces, **others)
+
+    monkeypatch.setattr(MappedReader, "pull", counted)
+
+    def take(version: int, weights: dict[str, Any]) -> tuple[int, int, int]:
+        local.full = weights
+        local.ws_publish(version, 5.0)
+        num_read[0] = 0
+        report = pair.take(version)
+        local.publisher._epoch.table.unpin(version)
+        pair.replica.assert_holds(weights)
+        return num_read[0], report.skipped_bytes, report.num_retries
+
+    name = next(iter(OLD))
+    partly = {**OLD, name: NEW[name]}
+    whole, *_ = take(1, OLD)
+    nbytes = pair.receiver._epoch.plan.nbytes  # less than `whole`, which has padding between runs
+    assert take(2, OLD) == (whole, 0, 0), "nobody knew that runs may stay as they are"
+    assert take(3, OLD) == (0, nbytes, 0)
+    few, skipped, _ = take(4, partly)
+    assert 0 < few < nbytes == few + skipped
+    block = pair.receiver._epoch.landing.shadow
+    block.tensor.add_(1)
+    assert take(5, OLD) == (few + whole, 0, 1), "what is there is verified, and read again as a whole"
+    assert take(6, NEW)[1:] == (0, 0)
+    assert take(7, OLD) == (whole, 0, 0), "no run of the version before had stayed"
 
 
 def test_aborted_prefetch_leaves_the_weights_and_can_be_repeated(local: LocalPublisher, closing: list[Any]) -> None:
