@@ -336,7 +336,7 @@ class ReceiverEpoch:
         again = [retry for one in found if (retry := self._attest(pull, one)) is not None]
         pull_s = max((one.ended_at for one in found), default=began_at) - began_at
         again_s = sum(retry.ended_at - retry.began_at for retry in again)
-        by_source: Counter[int] = Counter()
+        by_source = dict.fromkeys(self._sources, 0.0)
         for one in (*found, *again):
             by_source[one.rank] += one.ended_at - one.began_at
         return Pulled(
