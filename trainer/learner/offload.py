@@ -6,6 +6,7 @@ and the publisher of weight sync need not know, as long as none of them reads wh
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ BLOCK_BYTES = 1 << 30
 """Host memory is taken in blocks of this size: page-locking rounds every piece up to a power of two."""
 ALIGNMENT = 64
 PATIENCE_S, RETRY_S = 60.0, 0.5
+MAX_LEFT_BYTES = 1 << 29
+"""That torch's cache may keep of a device that the learner has left."""
 
 
 def host_memory(sizes: Sequence[int], *, block_bytes: int, is_pinned: bool) -> list[Tensor]:
@@ -59,6 +62,7 @@ class CpuOffload:
         self._sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
         self._block_bytes = block_bytes
         self._host: dict[int, Tensor] = {}
+        self._takes_one_block = backend.torch_device != "cpu"
         self.is_on_host = False
 
     @property
@@ -82,6 +86,10 @@ class CpuOffload:
             storage.resize_(0)
         self._backend.release_cached()
         self.is_on_host = True
+        if self._takes_one_block:
+            memory = torch.get_device_module(self._backend.torch_device)
+            # Something that outlived its step holds the block, and the engine lacks all of it.
+            self._takes_one_block = memory.memory_reserved() - memory.memory_allocated() < MAX_LEFT_BYTES
 
     def to_device(self, *, patience_s: float = PATIENCE_S) -> None:
         """Allocate the device memory again and copy everything back. Idempotent. Raises LearnerError if the device
@@ -89,6 +97,8 @@ class CpuOffload:
         if not self.is_on_host:
             return
         give_up = time.monotonic() + patience_s
+        if self._takes_one_block:
+            self._take_one_block()
         for key, storage in self._storages.items():
             while not self._take(storage, self._sizes[key]):
                 if time.monotonic() >= give_up:
@@ -102,6 +112,14 @@ class CpuOffload:
             _bytes_of(storage).copy_(self._host[key], non_blocking=True)
         self._backend.synchronize()
         self.is_on_host = False
+
+    def _take_one_block(self) -> None:
+        """Have torch cache what the learner took at most so far, in one allocation: hundreds of small ones, for what
+        comes back and in the next forward, take longer than the copy."""
+        device = self._backend.torch_device
+        memory = torch.get_device_module(device)
+        with contextlib.suppress(torch.OutOfMemoryError):  # then it takes pieces, as far as there is room
+            torch.empty(memory.max_memory_allocated() - memory.memory_allocated(), dtype=torch.uint8, device=device)
 
     def _take(self, storage: UntypedStorage, nbytes: int) -> bool:
         try:

@@ -112,6 +112,7 @@ class Job:
     num_steps: int
     device: str
     cpu_threads: int
+    is_away_between_steps: bool
     overrides: tuple[str, ...]
     profile: str | None
     """File of rank 0's profile of one more step."""
@@ -168,6 +169,7 @@ def main(argv: Sequence[str]) -> int:
         num_steps=args.steps,
         device=get_backend(args.device).name,
         cpu_threads=args.cpu_threads,
+        is_away_between_steps=args.away,
         overrides=tuple(args.overrides),
         profile=None if args.profile is None else str(args.profile),
     )  # fmt: skip
@@ -211,6 +213,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--warmup", type=_positive, default=2, metavar="N", help="steps before them (default 2)")
     add("--device", default="auto", help="as in `python -m trainer` (default auto)")
     add("--cpu-threads", type=_positive, default=1, metavar="N", help="per rank, on a CPU (default 1)")
+    add("--away", action="store_true", help="weights leave the device between steps, as where engines share it")
     add("--json", type=Path, metavar="FILE", help="figures, settings and versions")
     add("--profile", type=Path, metavar="FILE",
         help="profile one more step: kernels, busy share of the device, what the host waited for; and FILE.json.gz, a "
@@ -250,8 +253,13 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
     if memory is not None:
         memory.reset_peak_memory_stats()
     setup_s = time.perf_counter() - began
-    results, walls = [], []
+    results, walls, returns = [], [], list[float]()
     for step in range(job.num_warmup + job.num_steps):
+        if job.is_away_between_steps:
+            learner.offload.to_host()
+            began = time.perf_counter()
+            learner.offload.to_device()
+            returns.append(time.perf_counter() - began)
         backend.synchronize()
         began = time.perf_counter()
         results.append(learner.train_step(batches, step=step, version=0))
@@ -277,6 +285,7 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
         "first_step_s": walls[0],
         "step_s": wall_s,
         "steps_s": walls[job.num_warmup :],
+        "onload_s": statistics.median(returns[job.num_warmup :]) if returns else None,
         "seconds": {
             phase: statistics.median(result.seconds[phase] for result in counted) for phase in counted[0].seconds
         },
@@ -347,9 +356,10 @@ def table(found: dict[str, Any]) -> str:
     peak = "not measured" if memory["peak_bytes"] is None else gib(memory["peak_bytes"])
     ratio = "" if memory["peak_over_planned"] is None else f" ({memory['peak_over_planned']:.2f} of it)"
     phases = ", ".join(f"{phase} {value:.3f}" for phase, value in seconds.items() if phase != "step")
+    away = "" if found["onload_s"] is None else f"; {found['onload_s']:.3f} s to come back before it"
     return (
         f"{found['job']['shape']} on {found['job']['num_ranks']} x {found['device']}\n"
-        f"  step            {found['step_s']:.3f} s ({phases}); the first {found['first_step_s']:.1f} s\n"
+        f"  step            {found['step_s']:.3f} s ({phases}); the first {found['first_step_s']:.1f} s{away}\n"
         f"  tokens          {found['tokens_per_step']:,} per rank, {found['tokens_per_s_per_device']:,.0f} /s\n"
         f"  MFU             {mfu}\n"
         f"  peak memory     {peak}; planned {gib(memory['planned_bytes'])}{ratio}\n"
