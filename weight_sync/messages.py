@@ -161,20 +161,20 @@ class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How others read from this worker; None if they cannot."""
 
 
-class BakeRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RecordRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: tuple[ParamMeta, ...]
     is_whole: bool = True
     """Answer with the layout; else its digest will do, which is to equal that of another replica."""
 
 
-class BakedLayout(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker's loader did."""
 
     digest: bytes
     layout: WorkerLayout | None
 
     @classmethod
-    def of(cls, layout: WorkerLayout, *, is_whole: bool) -> BakedLayout:
+    def of(cls, layout: WorkerLayout, *, is_whole: bool) -> RecordedLayout:
         return cls(digest=hashlib.sha256(encode(layout)).digest(), layout=layout if is_whole else None)
 
 

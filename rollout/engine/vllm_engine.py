@@ -256,7 +256,7 @@ class VllmEngine(Engine):
                 if level:
                     await self._within(engine.sleep(level=level), _SLEEP_TIMEOUT_S, "sleep")
                 if self._spec.extension == vllm_compat.EXTENSION and level == 2:
-                    await self._call_receivers("ws_forget", _SLEEP_TIMEOUT_S)
+                    await self._call_receivers("ws_invalidate", _SLEEP_TIMEOUT_S)
             except Exception as error:
                 self._die(f"it did not fall asleep, so what its memory holds is unknown: {error}")
                 raise

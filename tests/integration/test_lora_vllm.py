@@ -277,11 +277,11 @@ async def first_logprobs_with_salt(rig: Rig, prompt: np.ndarray, salt: str, name
 
 
 async def test_an_adapter_for_a_layer_the_engine_has_not_wrapped_is_refused_before_a_byte_moves(rig: Rig) -> None:
-    from weight_sync.messages import BakedLayout, BakeRequest, encode, open_reply
+    from weight_sync.messages import RecordedLayout, RecordRequest, encode, open_reply
     from weight_sync.plan.types import ParamMeta
 
     module = "model.layers.0.self_attn.k_norm"
     params = tuple(ParamMeta(name=peft_name(module, is_a=a), shape=(8, 8), dtype="float32") for a in (True, False))
-    reply = (await rig.engine.call_workers("ws_bake", encode(BakeRequest(params=params)), timeout_s=PATIENT_S))[0]
+    reply = (await rig.engine.call_workers("ws_record", encode(RecordRequest(params=params)), timeout_s=PATIENT_S))[0]
     with pytest.raises(PlanMismatch, match=r"no linear layer with LoRA for .*k_norm"):
-        open_reply(reply, BakedLayout, party="r0/0")
+        open_reply(reply, RecordedLayout, party="r0/0")

@@ -18,8 +18,6 @@ from weight_sync.channel import PeerSilent, Switchboard, make_run_keys
 from weight_sync.control.members import gather_all
 from weight_sync.errors import PlanMismatch, PublisherLost, PullTimeout, WeightSyncError
 from weight_sync.messages import (
-    BakedLayout,
-    BakeRequest,
     CommitMode,
     Linked,
     LinkRequest,
@@ -31,6 +29,8 @@ from weight_sync.messages import (
     PublisherInfo,
     PublisherLayout,
     ReceiverInfo,
+    RecordedLayout,
+    RecordRequest,
     ReplicaLeft,
     decode,
     encode,
@@ -262,12 +262,12 @@ class EpochOpener:
         """Digests of each replica's layout; and, unless that is known, the layout of the first replica: those of the
         others are to be the same, and there may be hundreds of megabytes of them."""
         told = None if is_layout_known else members[0].name
-        requests = {is_whole: encode(BakeRequest(params=params, is_whole=is_whole)) for is_whole in (True, False)}
-        replies = await self._on_replicas(members, "ws_bake", lambda name: requests[name == told], give_up)
+        requests = {is_whole: encode(RecordRequest(params=params, is_whole=is_whole)) for is_whole in (True, False)}
+        replies = await self._on_replicas(members, "ws_record", lambda name: requests[name == told], give_up)
 
-        def read() -> dict[str, list[BakedLayout]]:
+        def read() -> dict[str, list[RecordedLayout]]:
             return {
-                name: [open_reply(reply, BakedLayout, party=f"{name}/{i}") for i, reply in enumerate(answers)]
+                name: [open_reply(reply, RecordedLayout, party=f"{name}/{i}") for i, reply in enumerate(answers)]
                 for name, answers in replies.items()
             }
 

@@ -1,10 +1,10 @@
 """An engine worker's end: pulls a version in the background and commits it between two steps of the engine.
 
-    bake ─> open(epoch) ─> prefetch(v) ─> commit(v) ─> prefetch(v+1) ─> ... ─> close
+    CLOSED ──open──> IDLE ──prefetch──> PULLING ──arrive──> READY ──commit──> COMMITTING ──> IDLE ─ ... ─> CLOSED
 
     The coordinator asks for a prefetch over the worker's own control line, which does not wait for the engine's loop.
-    staged:  prefetch pulls into a shadow block in a background thread while the engine generates, and verifies it;
-             commit copies shadow -> parameters on the device. A failure leaves the old weights whole.
+    staged:  prefetch pulls into a staging buffer in a background thread while the engine generates, and verifies it;
+             commit copies buffer -> parameters on the device. A failure leaves the old weights whole.
     inplace: prefetch only says where the version is; commit pulls straight into the parameters and verifies.
              A failure leaves a mixture: the worker is dirty until a full commit succeeds.
 
@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,8 +28,6 @@ from weight_sync.errors import DigestMismatch, PullTimeout, ReplicaDirty, Weight
 from weight_sync.messages import (
     Arrived,
     AwaitRequest,
-    BakedLayout,
-    BakeRequest,
     Linked,
     LinkRequest,
     OpenReceiver,
@@ -40,6 +38,8 @@ from weight_sync.messages import (
     PrefetchRequest,
     PullReport,
     ReceiverInfo,
+    RecordedLayout,
+    RecordRequest,
     Request,
     Response,
     RunDigests,
@@ -52,7 +52,7 @@ from weight_sync.messages import (
 from weight_sync.node import node_id, reachable_host
 from weight_sync.receive.quantized import Reloads
 from weight_sync.receive.recorder import Recorded, record
-from weight_sync.receive.sources import Deadline, Host, Pulled, ReceiverEpoch, Slots, open_epoch
+from weight_sync.receive.sources import Deadline, PullStats, ReceiverEpoch, Slots, WorkerContext, open_epoch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -69,80 +69,52 @@ SLACK_S = 5.0
 and asks again: what the first attempt brought is not to be thrown away in between."""
 ABORT_WAIT_S = 30.0
 """How long an aborted pull may take to notice: one batch of copies."""
-
-
-class Prefetch:
-    """Brings `version` into the shadow block; in place it only remembers where that is. Starts immediately."""
-
-    def __init__(self, epoch: ReceiverEpoch, host: Host, version: int, slots: Slots, *, deadline_s: float) -> None:
-        self.version = version
-        self.slots = slots
-        self._epoch = epoch
-        self._host = host
-        self._deadline = Deadline(host.clock() + deadline_s + SLACK_S, self._check)
-        self._is_aborted = threading.Event()
-        self.result: Future[Pulled] = Future()
-        """What it cost, or the `WeightSyncError` that ended it."""
-        self._thread = threading.Thread(target=self._run, name=f"weight-sync-prefetch-{version}", daemon=True)
-        self._thread.start()
-
-    def extend(self, version: int, slots: Slots, deadline_s: float) -> bool:
-        """A retry that wants the same has until `deadline_s` from now. False if there is nothing to join: it wants
-        something else, or the pull failed, or is about to, since its time is over."""
-        if (version, slots) != (self.version, self.slots):
-            return False
-        if self.result.done():
-            return self.result.exception() is None
-        now = self._host.clock()
-        if now >= self._deadline.at:
-            return False
-        self._deadline.at = max(self._deadline.at, now + deadline_s + SLACK_S)
-        return True
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def wait(self, timeout_s: float) -> Pulled:
-        """
-        Raises:
-            PullTimeout: it still runs after `timeout_s`.
-            WeightSyncError: what made it fail.
-        """
-        try:
-            return self.result.result(max(0.0, timeout_s))
-        except FutureTimeout:
-            raise PullTimeout(f"version {self.version} is still being pulled after {timeout_s:.1f} s more") from None
-
-    def abort(self) -> bool:
-        """Stop and wait for the thread. False if it does not end, so that what it uses must not be freed."""
-        self._is_aborted.set()
-        self._thread.join(ABORT_WAIT_S)
-        if self._thread.is_alive():
-            log.error("the pull of version %d did not stop within %.0f s", self.version, ABORT_WAIT_S)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            self._host.choose_device()
-            pulled = Pulled()
-            if self._epoch.landing.is_staged:
-                pulled = self._epoch.pull(self.version, self.slots, deadline=self._deadline)
-        except BaseException as error:  # noqa: BLE001 - a thread's edge: who waits for `result` gets it
-            if not isinstance(error, WeightSyncError):
-                error = WeightSyncError(f"the pull of version {self.version} failed: {error!r}")
-            self.result.set_exception(error)
-            self._epoch.give_up()
-        else:
-            self.result.set_result(pulled)
-
-    def _check(self) -> None:
-        if self._is_aborted.is_set():
-            raise WeightSyncError(f"the pull of version {self.version} was aborted")
-
-
 COMMIT_WAIT_S = 5.0
 """How long a pull waits for the end of a commit, which takes milliseconds."""
+
+
+class ReceiverState(Enum):
+    CLOSED = "closed"
+    """In no epoch."""
+    IDLE = "idle"
+    """The parameters are all that is there."""
+    PULLING = "pulling"
+    """A version is on its way into the staging buffer."""
+    READY = "ready"
+    """A version can be committed: it is in the staging buffer or, in place, its slots are known."""
+    COMMITTING = "committing"
+
+
+CLOSED, IDLE, PULLING, READY, COMMITTING = ReceiverState
+TRANSITIONS = {
+    (CLOSED, "open"): IDLE,
+    (IDLE, "prefetch"): PULLING,
+    (READY, "prefetch"): PULLING,
+    (PULLING, "arrive"): READY,
+    (PULLING, "fail"): IDLE,
+    (READY, "drop"): IDLE,
+    (READY, "commit"): COMMITTING,
+    (COMMITTING, "end"): IDLE,
+    (IDLE, "close"): CLOSED,
+    (READY, "close"): CLOSED,
+}
+"""Everything else is refused. What the parameters hold is apart from it: a version, or a mixture (`is_dirty`)."""
+
+
+class Pull:
+    """What is known of the version that is being pulled, was pulled, or could not be pulled."""
+
+    def __init__(self, version: int, slots: Slots, deadline_at: float) -> None:
+        self.version = version
+        self.slots = slots
+        self.deadline = Deadline(deadline_at, self._check)
+        self.is_aborted = threading.Event()
+        self.result: Future[PullStats] = Future()
+        """What it cost, or the `WeightSyncError` that ended it."""
+
+    def _check(self) -> None:
+        if self.is_aborted.is_set():
+            raise WeightSyncError(f"the pull of version {self.version} was aborted")
 
 
 class WeightReceiver:
@@ -169,13 +141,14 @@ class WeightReceiver:
             # Drivers keep a current device per thread, and the control thread has not chosen one.
             backend.set_device(device.index)
         backend.check_layout(model.named_parameters())
-        self._host = Host(model=model, backend=backend, worker=worker, device=device, clock=clock)
-        self._epoch: ReceiverEpoch | None = None
+        self._context = WorkerContext(model=model, backend=backend, worker=worker, device=device, clock=clock)
         self._server: ControlServer | None = None
         self._requests: ThreadPoolExecutor | None = None
-        self._prefetch: Prefetch | None = None
-        self._prefetch_lock = threading.RLock()
-        self._commit_lock = threading.Lock()
+        self._changed = threading.Condition()
+        """Guards what follows; notified whenever `state` changes."""
+        self.state = CLOSED
+        self._epoch: ReceiverEpoch | None = None
+        self._pull: Pull | None = None
         self._live_version: int | None = None
         self._is_dirty = False
 
@@ -189,7 +162,7 @@ class WeightReceiver:
         """The version the parameters hold; None before the first commit and while dirty."""
         return None if self._is_dirty else self._live_version
 
-    def bake(self, params: Sequence[ParamMeta]) -> WorkerLayout:
+    def record(self, params: Sequence[ParamMeta]) -> WorkerLayout:
         """Let the engine's own loader show where every checkpoint element lands. Writes nothing."""
         self._recorded = record(self._model, params, worker=self._worker, reloader=self._reloader)
         return self._recorded.layout
@@ -202,20 +175,25 @@ class WeightReceiver:
             TransportUnusable: an arena cannot be mapped, or its probe arrives broken.
             PublisherLost: a publisher does not answer.
             PullTimeout: the probes did not arrive within `request.deadline_s`.
+            WeightSyncError: (itself) a pull of the earlier epoch does not stop.
         """
         self.close()
-        epoch = open_epoch(request, self._host, reloads=self._reloads())
+        if self.state is not CLOSED:
+            raise WeightSyncError(f"worker {self._worker} is still {self.state.value}; the engine must be restarted")
+        epoch = open_epoch(request, self._context, reloads=self._reloads())
         try:
-            epoch.reach_all(deadline_s=request.deadline_s)
+            epoch.connect_sources(deadline_s=request.deadline_s)
             host = reachable_host() if request.host is None else request.host
             server = ControlServer(self._handle, request.keys, epoch=request.epoch, host=host)
         except BaseException:
             epoch.close()
             raise
-        self._requests = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-requests")
-        self._epoch, self._server = epoch, server
-        # Versions of another epoch may be other weights under the same number.
-        self._live_version = None
+        with self._changed:
+            self._requests = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-requests")
+            self._epoch, self._server = epoch, server
+            # Versions of another epoch may be other weights under the same number.
+            self._live_version = None
+            self._apply("open")
         return ReceiverInfo(
             worker=self._worker,
             plan_root=epoch.plan_root,
@@ -229,7 +207,7 @@ class WeightReceiver:
             relay=epoch.relay.handle(server.address),
         )
 
-    def prefetch(self, version: int, slots: Iterable[SlotAt], *, deadline_s: float) -> Future[Pulled]:
+    def prefetch(self, version: int, slots: Iterable[SlotAt], *, deadline_s: float) -> Future[PullStats]:
         """Start to bring `version` here from these slots. The future ends when it has arrived, or with what made the
         pull fail; the parameters are untouched either way.
 
@@ -239,24 +217,33 @@ class WeightReceiver:
             WeightSyncError: a commit, or an earlier pull that does not stop, is in the way.
         """
         places = {at.rank: at for at in slots}
-        # What a commit reads must not be overwritten under it.
-        if not self._commit_lock.acquire(timeout=min(deadline_s, COMMIT_WAIT_S)):
-            raise WeightSyncError(f"worker {self._worker} is still committing a version; prefetch {version} after that")
-        try:
-            with self._prefetch_lock:
+        with self._changed:
+            while True:
+                # What a commit reads must not be overwritten under it.
+                if not self._wait_while(COMMITTING, min(deadline_s, COMMIT_WAIT_S)):
+                    raise WeightSyncError(
+                        f"worker {self._worker} is still committing a version; prefetch {version} after that"
+                    )
                 epoch = self._opened()
-                if self._prefetch is not None:
-                    if self._prefetch.extend(version, places, deadline_s):
-                        return self._prefetch.result
-                    if not self.abort():
-                        raise WeightSyncError(
-                            f"worker {self._worker}: an earlier pull does not stop and still writes where version "
-                            f"{version} would land; the engine must be restarted"
-                        )
-                self._prefetch = Prefetch(epoch, self._host, version, places, deadline_s=deadline_s)
-                return self._prefetch.result
-        finally:
-            self._commit_lock.release()
+                if self._extend(version, places, deadline_s):
+                    assert self._pull is not None
+                    return self._pull.result
+                if self.state is not PULLING:
+                    break
+                if not self._stop_pull():
+                    raise WeightSyncError(
+                        f"worker {self._worker}: an earlier pull does not stop and still writes where version "
+                        f"{version} would land; the engine must be restarted"
+                    )
+            self._apply("prefetch")
+            pull = self._pull = Pull(version, places, self._clock() + deadline_s + SLACK_S)
+            if epoch.landing.is_staged:
+                name = f"weight-sync-pull-{version}"
+                threading.Thread(target=self._bring_here, args=(epoch, pull), name=name, daemon=True).start()
+            else:
+                self._apply("arrive")
+                pull.result.set_result(PullStats())
+            return pull.result
 
     def commit(self, version: int, *, deadline_s: float) -> PullReport:
         """Make `version` the live weights; nothing to do if it is. The engine must not step meanwhile.
@@ -266,49 +253,44 @@ class WeightReceiver:
                 after one of a staged prefetch it still holds the old weights.
             WeightSyncError: (other) the version was not prefetched.
         """
-        with self._commit_lock:
-            return self._commit(version, deadline_s)
-
-    def _commit(self, version: int, deadline_s: float) -> PullReport:
-        epoch = self._opened()
-        if self.live_version == version:
-            return self._report(version, Pulled(), commit_s=0.0, has_moved=False)
         deadline = Deadline(self._clock() + deadline_s)
-        pulled, slots = self._finish_prefetch(version, deadline.at)
+        with self._changed:
+            if not self._wait_while(COMMITTING, deadline_s):
+                raise PullTimeout(f"worker {self._worker} is still committing after {deadline_s:.1f} s")
+            epoch, pull = self._opened(), self._pull
+            if self.live_version == version:
+                return self._report(version, PullStats(), commit_s=0.0, has_moved=False)
+            if pull is None or pull.version != version:
+                raise WeightSyncError(
+                    f"version {version} was not prefetched by worker {self._worker}; prefetch it first"
+                )
+            left_s = max(0.0, deadline.at - self._clock())
+            if not self._wait_while(PULLING, left_s):
+                raise PullTimeout(f"version {version} is still being pulled after {left_s:.1f} s more")
+            if pull is not self._pull:
+                raise WeightSyncError(f"the pull of version {version} was given up meanwhile; prefetch it again")
+            stats = pull.result.result(0)
+            self._apply("commit")
+            self._pull = None
         try:
-            epoch.check_addresses()
-            # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
-            self._backend.synchronize()
-            started = self._clock()
-            if not epoch.landing.is_staged:
-                epoch.require_intact(version, slots, deadline=deadline)  # before a byte is written
-            self._is_dirty = True
-            if epoch.landing.is_staged:
-                epoch.copy_from_shadow()
-            else:
-                pulled = epoch.pull(version, slots, deadline=deadline)
-        except BaseException:
-            epoch.give_up()
-            raise
-        if epoch.landing.fallback is not None:
-            epoch.landing.fallback.reload()
-        self._backend.synchronize()
-        self._is_dirty = False
-        self._live_version = version
-        return self._report(version, pulled, commit_s=self._clock() - started, has_moved=True)
+            stats, commit_s = self._write(epoch, pull, stats, deadline)
+        finally:
+            with self._changed:
+                self._apply("end")
+        return self._report(version, stats, commit_s=commit_s, has_moved=True)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What the parameters hold is gone (the engine slept): the next commit writes them, whatever its version."""
         self._live_version = None
 
     def abort(self) -> bool:
         """Stop a prefetch and forget what arrived; parameters are untouched. Idempotent. False if it does not stop."""
-        with self._prefetch_lock:
-            if self._prefetch is None:
-                return True
-            if not self._prefetch.abort():
+        with self._changed:
+            if not self._stop_pull():
                 return False  # kept, so that nobody takes its memory for free
-            self._prefetch = None
+            if self.state is READY:
+                self._apply("drop")
+            self._pull = None
             return True
 
     def parameter_digests(self) -> RunDigests:
@@ -332,7 +314,7 @@ class WeightReceiver:
             open=self._epoch is not None,
             live_version=self.live_version,
             dirty=self._is_dirty,
-            prefetching=self._prefetch is not None and self._prefetch.is_running,
+            prefetching=self.state is PULLING,
             counters=self.counters() if self._epoch is not None else {},
         )
 
@@ -341,23 +323,100 @@ class WeightReceiver:
         return self._opened().counters()
 
     def close(self) -> None:
-        """Abort, unmap, hang up. The parameters stay as they are. Idempotent.
+        """Abort, unmap, hang up. The parameters stay as they are. Idempotent. What a pull or a commit that does not
+        stop still uses is kept.
 
         Raises:
             DeviceError: (or another) one thing could not be closed; everything else is.
         """
         server, self._server = self._server, None
-        with self._prefetch_lock:
-            epoch, self._epoch = self._epoch, None  # a request that comes now finds nothing open
-            requests, self._requests = self._requests, None
+        requests, self._requests = self._requests, None
         try:
             if server is not None:
                 server.close()
             if requests is not None:
                 requests.shutdown(wait=False, cancel_futures=True)
         finally:
-            if self.abort() and epoch is not None:
+            with self._changed:
+                epoch = None
+                if self.state is not CLOSED and self._wait_while(COMMITTING, ABORT_WAIT_S) and self._stop_pull():
+                    self._apply("close")
+                    epoch, self._epoch, self._pull = self._epoch, None, None
+            if epoch is not None:
                 epoch.close()
+
+    def _apply(self, event: str) -> None:
+        """The only writer of `state`. Holds the lock."""
+        after = TRANSITIONS.get((self.state, event))
+        if after is None:
+            raise WeightSyncError(f"worker {self._worker} is {self.state.value}, which does not allow {event}")
+        self.state = after
+        self._changed.notify_all()
+
+    def _wait_while(self, state: ReceiverState, timeout_s: float) -> bool:
+        """False if it does not end in time. Holds the lock, except while it waits."""
+        return self._changed.wait_for(lambda: self.state is not state, timeout_s)
+
+    def _stop_pull(self) -> bool:
+        """Abort the pull that is under way; False if it does not stop. Holds the lock, except while it waits."""
+        if self.state is PULLING and self._pull is not None:
+            self._pull.is_aborted.set()
+            if not self._wait_while(PULLING, ABORT_WAIT_S):
+                log.error("the pull of version %d did not stop within %.0f s", self._pull.version, ABORT_WAIT_S)
+                return False
+        return True
+
+    def _extend(self, version: int, slots: Slots, deadline_s: float) -> bool:
+        """A retry that wants what is under way or here has until `deadline_s` from now. False if there is nothing to
+        join: it wants something else, or the pull failed, or is about to, since its time is over."""
+        pull, now = self._pull, self._clock()
+        if pull is None or (version, slots) != (pull.version, pull.slots):
+            return False
+        if self.state is PULLING and now < pull.deadline.at and not pull.is_aborted.is_set():
+            pull.deadline.at = max(pull.deadline.at, now + deadline_s + SLACK_S)
+            return True
+        return self.state is READY
+
+    def _bring_here(self, epoch: ReceiverEpoch, pull: Pull) -> None:
+        """A thread of its own."""
+        try:
+            self._context.choose_device()
+            stats = epoch.pull(pull.version, pull.slots, deadline=pull.deadline)
+        except BaseException as error:  # noqa: BLE001 - a thread's edge: who waits for the result gets it
+            epoch.invalidate()
+            if not isinstance(error, WeightSyncError):
+                error = WeightSyncError(f"the pull of version {pull.version} failed: {error!r}")
+            with self._changed:
+                self._apply("fail")
+                pull.result.set_exception(error)
+        else:
+            with self._changed:
+                self._apply("arrive")
+                pull.result.set_result(stats)
+
+    def _write(self, epoch: ReceiverEpoch, pull: Pull, stats: PullStats, deadline: Deadline) -> tuple[PullStats, float]:
+        """Bring the version into the parameters: what that cost, and seconds of the whole."""
+        try:
+            epoch.check_addresses()
+            # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
+            self._backend.synchronize()
+            started = self._clock()
+            if not epoch.landing.is_staged:
+                epoch.require_intact(pull.version, pull.slots, deadline=deadline)  # before a byte is written
+            self._is_dirty = True
+            if epoch.landing.is_staged:
+                epoch.copy_from_shadow()
+            else:
+                stats = epoch.pull(pull.version, pull.slots, deadline=deadline)
+        except BaseException:
+            epoch.invalidate()
+            raise
+        if epoch.landing.fallback is not None:
+            epoch.landing.fallback.reload()
+        self._backend.synchronize()
+        self._is_dirty = False
+        self._live_version = pull.version
+        return stats, self._clock() - started
 
     def _handle(self, sender: str, request: Request) -> Response | Future[Response]:
         """Begin what the coordinator asks for, or answer a successor. Runs in the control thread, which must stay free
@@ -389,7 +448,7 @@ class WeightReceiver:
         return reply
 
     def _bring(self, request: PrefetchRequest, reply: Future[Response]) -> None:
-        def finish(pulled: Future[Pulled]) -> None:
+        def finish(pulled: Future[PullStats]) -> None:
             error = pulled.exception()
             if error is None:
                 reply.set_result(Arrived(version=request.version))
@@ -401,30 +460,29 @@ class WeightReceiver:
     def _link(self, request: LinkRequest) -> Linked:
         """Links change between two syncs, so a pull that is under way is nobody's any more and ends: with its old links
         among the new ones of the others it could close a circle, and the memory that it reads may be about to go."""
-        with self._prefetch_lock:
-            epoch = self._opened()
-            if self._prefetch is not None and self._prefetch.is_running and not self.abort():
+        with self._changed:
+            if self.state is PULLING and not self.abort():
                 raise WeightSyncError(
                     f"worker {self._worker}: a pull does not stop and still reads by its old links; the engine must be "
                     "restarted"
                 )
-            epoch.link(request)
+            self._opened().link(request)
             return Linked()
 
-    def _report(self, version: int, pulled: Pulled, *, commit_s: float, has_moved: bool) -> PullReport:
+    def _report(self, version: int, stats: PullStats, *, commit_s: float, has_moved: bool) -> PullReport:
         plan = self._opened().plan
         return PullReport(
             worker=self._worker,
             version=version,
-            pull_s=pulled.pull_s,
-            pull_by_source=dict(pulled.by_source),
-            attest_s=pulled.attest_s,
+            pull_s=stats.pull_s,
+            pull_by_source=dict(stats.by_source),
+            attest_s=stats.attest_s,
             commit_s=commit_s,
             nbytes=plan.nbytes if has_moved else 0,
-            skipped_bytes=pulled.skipped_bytes,
+            skipped_bytes=stats.skipped_bytes,
             num_runs=len(plan.runs) if has_moved else 0,
-            num_retries=pulled.num_retries,
-            num_stalls=pulled.num_stalls,
+            num_retries=stats.num_retries,
+            num_stalls=stats.num_stalls,
             counters=self.counters(),
         )
 
@@ -438,21 +496,6 @@ class WeightReceiver:
             raise WeightSyncError(f"worker {self._worker} has no open epoch; the coordinator must open it first")
         return self._epoch
 
-    def _finish_prefetch(self, version: int, give_up: float) -> tuple[Pulled, Slots]:
-        """What the prefetch of `version` brought, and from where. It is used up.
-
-        Raises:
-            WeightSyncError: there was none, or what made it fail.
-        """
-        with self._prefetch_lock:
-            prefetch = self._prefetch
-        if prefetch is None or prefetch.version != version:
-            raise WeightSyncError(f"version {version} was not prefetched by worker {self._worker}; prefetch it first")
-        outcome = prefetch.wait(give_up - self._clock())
-        with self._prefetch_lock:
-            self._prefetch = None
-        return outcome, prefetch.slots
-
 
 class WorkerService:
     """Forwards to a receiver, which is made with the first call so that a failure to make it is answered too."""
@@ -461,10 +504,10 @@ class WorkerService:
         self._make_receiver = make_receiver
         self._receivers: list[WeightReceiver] = []
 
-    def bake(self, request: bytes) -> bytes:
-        """`BakeRequest` -> `BakedLayout`."""
-        ask = decode(request, BakeRequest)
-        return self._answer(lambda receiver: BakedLayout.of(receiver.bake(ask.params), is_whole=ask.is_whole))
+    def record(self, request: bytes) -> bytes:
+        """`RecordRequest` -> `RecordedLayout`."""
+        ask = decode(request, RecordRequest)
+        return self._answer(lambda receiver: RecordedLayout.of(receiver.record(ask.params), is_whole=ask.is_whole))
 
     def open(self, request: bytes) -> bytes:
         """`OpenReceiver` -> `ReceiverInfo`."""
@@ -474,9 +517,9 @@ class WorkerService:
         """Make a version live -> `PullReport`. The engine must be paused."""
         return self._answer(lambda receiver: receiver.commit(version, deadline_s=deadline_s))
 
-    def forget(self) -> bytes:
+    def invalidate(self) -> bytes:
         """The parameters hold no version any more."""
-        return self._answer(lambda receiver: receiver.forget())
+        return self._answer(lambda receiver: receiver.invalidate())
 
     def digests(self) -> bytes:
         """`RunDigests` of the live parameters."""

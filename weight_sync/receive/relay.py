@@ -120,7 +120,7 @@ class Relay:
     """One worker's place in its ring. Threads pull, sources from predecessors one after the other; the control thread
     passes successors' questions to `answer`.
 
-    begin(v) ─> pull(source) ... ─> begin(v + 1) ...        give_up(): nothing here is to be read
+    begin(v) ─> pull(source) ... ─> begin(v + 1) ...        invalidate(): nothing here is to be read
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Relay:
         arrived(stretch.nbytes)
         return num_stalls
 
-    def give_up(self, why: str = "gave that version up") -> None:
+    def invalidate(self, why: str = "gave that version up") -> None:
         """What the shadow holds is not to be read: successors go on elsewhere at once. Idempotent."""
         with self._lock:
             self._over = self._over if self._over else why
@@ -272,7 +272,7 @@ class Relay:
 
     def close(self) -> None:
         """Turn successors away for good, unmap and hang up. The shadow stays its owner's. Idempotent."""
-        self.give_up("has closed its epoch")
+        self.invalidate("has closed its epoch")
         with ExitStack() as closing:
             if self._senders is not None:
                 closing.callback(self._senders.close, join_s=CLOSE_S)

@@ -116,7 +116,7 @@ class Source(NamedTuple):
     """Indices into the plan's runs."""
 
 
-class Pulled(NamedTuple):
+class PullStats(NamedTuple):
     """What bringing one version cost."""
 
     pull_s: float = 0.0
@@ -129,7 +129,7 @@ class Pulled(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class WorkerContext:
     """The worker process that an epoch lives in."""
 
     model: torch.nn.Module
@@ -144,14 +144,14 @@ class Host:
             self.backend.set_device(self.device.index)
 
 
-def open_epoch(request: OpenReceiver, host: Host, *, reloads: Reloads | None = None) -> ReceiverEpoch:
+def open_epoch(request: OpenReceiver, context: WorkerContext, *, reloads: Reloads | None = None) -> ReceiverEpoch:
     """Prove this worker's part of the plan and prepare every copy.
 
     Raises:
         PlanMismatch: the plan is damaged, learners have another, or a run does not fit the parameters.
         DeviceError: no memory for what was asked for.
     """
-    root, plan = open_pull(request.plan, epoch=request.epoch, worker=host.worker)
+    root, plan = open_pull(request.plan, epoch=request.epoch, worker=context.worker)
     for info in request.publishers:
         if info.plan_root != root:
             raise PlanMismatch(
@@ -160,11 +160,11 @@ def open_epoch(request: OpenReceiver, host: Host, *, reloads: Reloads | None = N
             )
     missing = plan.bytes_by_source.keys() - {info.rank for info in request.publishers}
     if missing:
-        raise PlanMismatch(f"worker {host.worker} reads from learners {sorted(missing)}, which did not open")
-    views = parameter_bytes(host.model)
-    landing = build_landing(plan, views, host.backend, commit=request.commit, reloads=reloads)
+        raise PlanMismatch(f"worker {context.worker} reads from learners {sorted(missing)}, which did not open")
+    views = parameter_bytes(context.model)
+    landing = build_landing(plan, views, context.backend, commit=request.commit, reloads=reloads)
     try:
-        return ReceiverEpoch(request, plan, root=root, landing=landing, host=host)
+        return ReceiverEpoch(request, plan, root=root, landing=landing, context=context)
     except BaseException:
         landing.close()
         raise
@@ -178,19 +178,21 @@ def _kind(info: PublisherInfo) -> object:
 class ReceiverEpoch:
     """See the module docstring. `open_epoch` builds it."""
 
-    def __init__(self, request: OpenReceiver, plan: PullPlan, *, root: str, landing: Landing, host: Host) -> None:
+    def __init__(
+        self, request: OpenReceiver, plan: PullPlan, *, root: str, landing: Landing, context: WorkerContext
+    ) -> None:
         self.plan = plan
         self.plan_root = root
         self.landing = landing
         self._request = request
-        self._host = host
+        self._context = context
         self._holder = f"{request.replica}/{self.plan.worker}"
         self._sources = self._connect()
         self._readers: dict[int, SelectedReader] = {}
         with ExitStack() as undo:
             undo.callback(self._hang_up)
             self._relay = Relay(
-                host.backend,
+                context.backend,
                 landing.shadow if request.relay else None,
                 landing.pieces,
                 owner=self._holder,
@@ -202,8 +204,8 @@ class ReceiverEpoch:
             spans = [(run.src_off, run.nbytes) for run in plan.runs]
             spans_by_source = {rank: [spans[i] for i in source.runs] for rank, source in self._sources.items()}
             self._unchanged = UnchangedRuns(spans_by_source) if landing.is_staged and request.verify else None
-            self._residence = ParameterAddresses(host.model, landing.written)
-            self._copy: BatchCopy = BatchCopy(host.backend, landing.moves)
+            self._residence = ParameterAddresses(context.model, landing.written)
+            self._copy: BatchCopy = BatchCopy(context.backend, landing.moves)
             undo.pop_all()
 
     @property
@@ -220,7 +222,7 @@ class ReceiverEpoch:
     def relay(self) -> Relay:
         return self._relay
 
-    def reach_all(self, *, deadline_s: float) -> None:
+    def connect_sources(self, *, deadline_s: float) -> None:
         """Ping every source, and read the pattern that it shows before its first version, by the best transport that
         works, from one source of each node and set of transports; the others are connected when they are first read.
         Several at once: a new connection takes up to a second.
@@ -236,12 +238,12 @@ class ReceiverEpoch:
             if has_failed.is_set():
                 raise PullTimeout(f"{self._holder} could not reach another learner")
 
-        deadline = Deadline(self._host.clock() + deadline_s, check)
+        deadline = Deadline(self._context.clock() + deadline_s, check)
         node, own = node_id(), self._request.host
         host = reachable_host() if own is None else own
 
         def ping(source: Source) -> None:
-            left_s = deadline.at - self._host.clock()
+            left_s = deadline.at - self._context.clock()
             source.client.ping(deadline_s=min(SILENCE_S, max(left_s, LAST_WORD_S)))
 
         alike: dict[object, list[Source]] = {}
@@ -251,7 +253,7 @@ class ReceiverEpoch:
             known = NodeTransport()
             for source in sources:
                 self._readers[source.info.rank] = SelectedReader(
-                    self._host.backend,
+                    self._context.backend,
                     source.info.rank,
                     source.info.arenas,
                     line=source.client,
@@ -272,7 +274,7 @@ class ReceiverEpoch:
     def _connect_within(self, deadline: Deadline, source: Source) -> None:
         def check() -> None:
             deadline.check()
-            if self._host.clock() >= deadline.at:
+            if self._context.clock() >= deadline.at:
                 raise PullTimeout(
                     f"{self._holder} did not get its probe pattern of {source.info.probe_bytes} bytes in time; raise "
                     "weight_sync.timeout_s, or look why this worker or the way to that learner is slow"
@@ -290,7 +292,7 @@ class ReceiverEpoch:
 
         def work() -> None:
             try:
-                self._host.choose_device()
+                self._context.choose_device()
                 while not failures and (turn := next(turns)) < len(steps):
                     results[turn] = steps[turn]()
             except BaseException as error:  # noqa: BLE001 - raised below
@@ -318,8 +320,8 @@ class ReceiverEpoch:
         for rank in (rank for stage in request.stages if stage.via for rank in stage.ranks):
             self._readers[rank].disconnect()
 
-    def pull(self, version: int, slots: Slots, *, deadline: Deadline) -> Pulled:
-        """Bring `version` into the shadow (staged) or the parameters (in place), verified. Call `give_up` if it raises.
+    def pull(self, version: int, slots: Slots, *, deadline: Deadline) -> PullStats:
+        """Bring `version` into the staging buffer or, in place, the parameters, verified. If it raises, `invalidate`.
 
         Raises:
             PullTimeout, PublisherLost, DigestMismatch, SlotOverwritten.
@@ -327,7 +329,7 @@ class ReceiverEpoch:
         # First: those who read from here and are ahead wait for this version, and are told if it is given up.
         self._relay.begin(version)
         pull = _Pull(version, slots, deadline, threading.Event())
-        began_at = self._host.clock()
+        began_at = self._context.clock()
         in_turn, apart, at_once = self._order()
         steps = [partial(self._pull_sources, pull, sources) for sources in (*([in_turn] if in_turn else ()), *apart)]
         lanes = self._side_by_side(steps, at_once=at_once, on_failed=pull.has_failed.set)
@@ -339,9 +341,9 @@ class ReceiverEpoch:
         by_source = dict.fromkeys(self._sources, 0.0)
         for one in (*found, *again):
             by_source[one.rank] += one.ended_at - one.began_at
-        return Pulled(
+        return PullStats(
             pull_s=pull_s + again_s,
-            attest_s=self._host.clock() - began_at - pull_s - again_s,
+            attest_s=self._context.clock() - began_at - pull_s - again_s,
             num_retries=len(again),
             num_stalls=sum(one.num_stalls for one in found),
             skipped_bytes=sum({one.rank: one.skipped_bytes for one in (*found, *again)}.values()),
@@ -357,9 +359,9 @@ class ReceiverEpoch:
         steps = [partial(self._sent_digests, pull, rank) for rank in self._sources]
         self._side_by_side(steps, at_once=ASKED_AT_ONCE, on_failed=pull.has_failed.set)
 
-    def give_up(self) -> None:
+    def invalidate(self) -> None:
         """After a pull that failed: nobody is to read what arrived."""
-        self._relay.give_up()
+        self._relay.invalidate()
 
     def copy_from_shadow(self) -> None:
         """Device-local copy of every run into the parameters. Asynchronous where the device is."""
@@ -416,14 +418,14 @@ class ReceiverEpoch:
             self._request.keys,
             epoch=self._request.epoch,
             sender=self._holder,
-            clock=self._host.clock,
+            clock=self._context.clock,
         )
 
     def _probe(self, source: Source, reader: SourceReader, check: Callable[[], None]) -> None:
         info = source.info
-        landing = torch.empty(info.probe_bytes, dtype=torch.uint8, device=self._host.device)
+        landing = torch.empty(info.probe_bytes, dtype=torch.uint8, device=self._context.device)
         reader.pull(info.arenas[0].num_slots, [Piece(0, landing)], check=check)
-        found = self._host.backend.digest(landing)
+        found = self._context.backend.digest(landing)
         if found != info.probe_digest:
             raise TransportUnusable(
                 f"the probe pattern of {info.probe_bytes} bytes from learner {info.rank} to {self._holder} arrived "
@@ -447,7 +449,7 @@ class ReceiverEpoch:
         return [self._pull_source(pull, rank) for rank in ranks]
 
     def _pull_source(self, pull: _Pull, rank: int, *, is_retry: bool = False) -> _SourcePull:
-        clock, reader, slot = self._host.clock, self._readers[rank], pull.slots[rank].slot
+        clock, reader, slot = self._context.clock, self._readers[rank], pull.slots[rank].slot
         pieces, skipped_bytes = self._sources[rank].pieces, 0
 
         def keep_going() -> None:
@@ -509,7 +511,7 @@ class ReceiverEpoch:
             PullTimeout: none either, and there was less time than that.
         """
         at = pull.slots[rank]
-        patience_s = min(SILENCE_S, max(pull.deadline.at - self._host.clock(), LAST_WORD_S))
+        patience_s = min(SILENCE_S, max(pull.deadline.at - self._context.clock(), LAST_WORD_S))
         request = Check(worker=self.plan.worker, slot=at.slot, generation=at.generation)
         try:
             checked = self._sources[rank].client.ask(
@@ -546,5 +548,5 @@ class ReceiverEpoch:
 
     def _digests_of(self, views: Sequence[torch.Tensor]) -> dict[int, BatchDigest]:
         """Source rank -> digest of its runs, given every run's bytes."""
-        backend = self._host.backend
+        backend = self._context.backend
         return {rank: BatchDigest(backend, [views[i] for i in source.runs]) for rank, source in self._sources.items()}

@@ -52,8 +52,8 @@ class WeightSyncExtension:
         worker = cast("_Worker", self)
         return answer(lambda: encode(open_slot(worker.model_runner)), is_dirty=lambda: False)
 
-    def ws_bake(self, request: bytes) -> bytes:
-        return self.ws_service().bake(request)
+    def ws_record(self, request: bytes) -> bytes:
+        return self.ws_service().record(request)
 
     def ws_open(self, request: bytes) -> bytes:
         return self.ws_service().open(request)
@@ -61,8 +61,8 @@ class WeightSyncExtension:
     def ws_commit(self, version: int, deadline_s: float) -> bytes:
         return self.ws_service().commit(version, deadline_s)
 
-    def ws_forget(self) -> bytes:
-        return self.ws_service().forget()
+    def ws_invalidate(self) -> bytes:
+        return self.ws_service().invalidate()
 
     def ws_digests(self) -> bytes:
         return self.ws_service().digests()

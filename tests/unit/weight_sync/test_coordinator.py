@@ -369,7 +369,7 @@ async def test_replicas_that_split_the_model_differently_are_refused_and_only_on
     class Watched(LocalReplica):
         async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
             replies = await super().call(method, *args, timeout_s=timeout_s)
-            if method == "ws_bake":
+            if method == "ws_record":
                 sizes.append(sum(map(len, replies)))
             return replies
 

@@ -51,7 +51,7 @@ async def test_links_that_come_during_a_pull_end_it() -> None:
         receiver._epoch.pull = pull_for_ever
         receiver.prefetch(2, (), deadline_s=60.0)
         async with world.coordinator.lease("r0"):
-            assert receiver._prefetch is None
+            assert receiver._pull is None
             receiver._epoch.pull = pull
             report: Any = await world.step(3)
             assert (report.num_stalls, report.replicas_live) == (0, 3)

@@ -173,7 +173,7 @@ def newcomer_is_dirty(newcomer: LocalReplica, patch: pytest.MonkeyPatch) -> None
         newcomer.receivers[0]._is_dirty = True
         raise ReplicaDirty("it holds a mixture")
 
-    patch.setattr(type(newcomer.receivers[0]), "_commit", fail)
+    patch.setattr(type(newcomer.receivers[0]), "_write", fail)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ async def test_a_leave_during_an_open_waits_until_it_is_open(world: World, monke
 
 
 @pytest.mark.parametrize(
-    ("name", "during"), [("r2", "ws_bake"), ("r2", "ws_open"), ("r1", "ws_bake"), ("r1", "ws_open")]
+    ("name", "during"), [("r2", "ws_record"), ("r2", "ws_open"), ("r1", "ws_record"), ("r1", "ws_open")]
 )
 async def test_a_join_that_outlives_its_epoch_is_refused_and_the_new_epoch_works(
     world: World, name: str, during: str, monkeypatch: pytest.MonkeyPatch

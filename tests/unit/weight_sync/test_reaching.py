@@ -46,7 +46,7 @@ def test_probes_share_the_deadline_of_the_epochs_opening(
 ) -> None:
     pair = opened_by(2, closing)
     late_s, is_late = 0.0, threading.Event()
-    pair.receiver._host = replace(pair.receiver._host, clock=lambda: time.monotonic() + late_s)
+    pair.receiver._context = replace(pair.receiver._context, clock=lambda: time.monotonic() + late_s)
     probe = ReceiverEpoch._probe
 
     def probe_slowly(self: ReceiverEpoch, source: Source, *rest: Any) -> None:

@@ -22,7 +22,6 @@ from weight_sync.errors import (
     PullTimeout,
     ReplicaDirty,
     SlotOverwritten,
-    WeightSyncError,
 )
 from weight_sync.messages import (
     OpenPublisher,
@@ -56,7 +55,7 @@ OLD, NEW = full_weights(0), full_weights(1)
 
 
 def plan_of(receiver: WeightReceiver, *, num_ranks: int, epoch: int = 1) -> SharedPlan:
-    layouts = [receiver.bake(PARAMS)]
+    layouts = [receiver.record(PARAMS)]
     return share(build_plan(epoch=epoch, params=PARAMS, shards=row_shards(PARAMS, num_ranks), workers=layouts))
 
 
@@ -153,13 +152,6 @@ def test_staged_weights_are_untouched_until_the_commit(local: LocalPublisher, cl
     report = pair.receiver.commit(2, deadline_s=5.0)
     pair.replica.assert_holds(NEW)
     assert report.nbytes == sum(run.nbytes for run in pair.receiver._epoch.plan.runs)
-
-
-def test_staged_commit_needs_a_prefetch(local: LocalPublisher, closing: list[Any]) -> None:
-    pair = open_pair(local, closing, "staged")
-    with pytest.raises(WeightSyncError, match="version 2 was not prefetched"):
-        pair.receiver.commit(2, deadline_s=5.0)
-    pair.replica.assert_holds(OLD)
 
 
 def test_commit_of_the_live_version_does_nothing(local: LocalPublisher, closing: list[Any]) -> None:
@@ -274,15 +266,6 @@ def test_runs_that_did_not_change_are_not_read_again_unless_the_staging_buffer_l
     assert take(7, OLD) == (whole, 0, 0), "no run of the version before had stayed"
 
 
-def test_aborted_prefetch_leaves_the_weights_and_can_be_repeated(local: LocalPublisher, closing: list[Any]) -> None:
-    pair = open_pair(local, closing, "staged")
-    pair.prefetch(2)
-    assert pair.receiver.abort()
-    pair.replica.assert_holds(OLD)
-    pair.take(2)
-    pair.replica.assert_holds(NEW)
-
-
 def test_pull_over_its_deadline_stops(
     closing: list[Any], local: LocalPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,8 +290,9 @@ class Watched:
 
     def __init__(self, pair: Pair, *pulls: Callable[[Callable[[], None]], None]) -> None:
         self.pair, self.receiver, self.late_s, self.num_pulls = pair, pair.receiver, 0.0, 0
-        host = replace(self.receiver._host, clock=lambda: time.monotonic() + self.late_s)
-        self.receiver._host = self.receiver._epoch._host = host
+        clock = lambda: time.monotonic() + self.late_s  # noqa: E731
+        self.receiver._clock = clock
+        self.receiver._epoch._context = replace(self.receiver._context, clock=clock)
         end = next(iter(self.receiver._epoch._readers.values()))
         original, left = end.pull, list(pulls)
 
@@ -356,7 +340,7 @@ def test_a_pull_goes_on_while_its_retry_is_on_its_way(closing: list[Any], local:
 def test_a_retry_does_not_join_a_pull_whose_time_is_over(closing: list[Any], local: LocalPublisher) -> None:
     def hang(check: Callable[[], None]) -> None:
         assert has_begun.wait(30)
-        assert watched.receiver._prefetch._is_aborted.wait(20), "the retry joined it"
+        assert watched.receiver._pull.is_aborted.wait(20), "the retry joined it"
         check()
 
     has_begun = threading.Event()
@@ -449,7 +433,7 @@ def test_an_abort_waits_for_no_learner_that_says_nothing(
     try:
         pair.receiver.prefetch(2, slots, deadline_s=60.0)
         time.sleep(0.2)
-        assert pair.receiver._prefetch.is_running == (commit == "staged")
+        assert pair.receiver.state.value == ("pulling" if commit == "staged" else "ready")
         assert pair.receiver.abort()
         pair.replica.assert_holds(OLD)
     finally:
@@ -505,7 +489,7 @@ def test_epoch_opened_again_believes_nothing_it_held_before(local: LocalPublishe
     pair.receiver.open(pair.request)
     assert pair.receiver.live_version is None
     assert pair.take(2).nbytes > 0
-    pair.receiver.forget()
+    pair.receiver.invalidate()
     assert pair.take(2).nbytes > 0, "what slept is written again"
 
 

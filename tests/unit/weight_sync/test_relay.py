@@ -147,7 +147,9 @@ def test_what_is_overwritten_during_a_copy_does_not_count(chain: list[Worker]) -
     assert 0 < b.direct_pieces < NUM_PIECES
 
 
-@pytest.mark.parametrize("leave", [lambda a: a.relay.give_up(), lambda a: a.relay.close()], ids=["gives up", "closes"])
+@pytest.mark.parametrize(
+    "leave", [lambda a: a.relay.invalidate(), lambda a: a.relay.close()], ids=["gives up", "closes"]
+)
 def test_who_gives_up_says_so_at_once_and_the_one_before_him_is_asked(
     leave: Callable[[Worker], None], chain: list[Worker]
 ) -> None:
