@@ -261,6 +261,7 @@ class ReceiverEpoch:
                     host=host,
                     node=known,
                     probe=partial(self._probe, source),
+                    clock=self._context.clock,
                 )
         # Not the same learner for all workers.
         turn = zlib.crc32(self._holder.encode())

@@ -2,7 +2,8 @@
 
 A learner on the same host is mapped; one elsewhere sends. If the probe pattern does not arrive, the same transport is
 tried once more, then the next that the learner offers, and the reason is logged and kept. Connections are made on first
-use: what worked for one learner of a node is tried first for the others there.
+use: what worked for one learner of a node is tried first for the others there. A faster transport that failed is tried
+again after a while, with one learner of the node.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.1
 """Before the second attempt."""
+RETRY_FASTER_S = 60.0
+"""Until a faster transport that failed is tried again; doubled by each failure."""
+RETRY_LIMIT_S = 5.0
+"""For that attempt, which a version waits for."""
 _ONE_NODE = (
     "memory can be mapped on one node only; containers of one machine are one node if they share its namespaces "
     "(--ipc=host --pid=host) and run as the same user"
@@ -60,6 +65,9 @@ class NodeTransport:
         """That worked last; empty before the first."""
         self.reasons: tuple[str, ...] = ()
         """Why faster ones did not."""
+        self.retry_after_s = RETRY_FASTER_S
+        self.retry_at = 0.0
+        """When these are tried again, by one of its learners; others follow where that works."""
 
 
 class SelectedReader(SourceReader):
@@ -76,6 +84,7 @@ class SelectedReader(SourceReader):
         host: str | None,
         node: NodeTransport,
         probe: Callable[[SourceReader, Check], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -89,7 +98,9 @@ class SelectedReader(SourceReader):
         self._host = host
         self._node = node
         self._probe = probe
+        self._clock = clock
         self._transport = ""
+        self._retry_at = 0.0
         self._reasons: tuple[str, ...] = ()
         self._reader: SourceReader | None = None
 
@@ -123,7 +134,10 @@ class SelectedReader(SourceReader):
             if reader is not None:
                 self._reader, self._transport = reader, handle.transport
                 self._reasons = tuple(tried) if tried else self._node.reasons
-                self._node.transport, self._node.reasons = self._transport, self._reasons
+                if self._node.transport in ("", self._transport):  # one of them that fails says nothing of the others
+                    self._node.transport, self._node.reasons = self._transport, self._reasons
+                if tried:
+                    self._retry_at = self._node.retry_at = self._clock() + self._node.retry_after_s
                 return
         offers = ", ".join(handle.transport for handle in self._handles)
         raise TransportUnusable(
@@ -133,6 +147,7 @@ class SelectedReader(SourceReader):
 
     def pull(self, slot: int, pieces: Sequence[Piece], *, check: Check, on_arrived: OnArrived = ignore) -> None:
         self.connect(check)
+        self._try_faster(check)
         assert self._reader is not None
         self._reader.pull(slot, pieces, check=check, on_arrived=on_arrived)
 
@@ -146,6 +161,47 @@ class SelectedReader(SourceReader):
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
+
+    def _try_faster(self, check: Check) -> None:
+        """Change to a faster transport, if it is time to try one, or if one has begun to work for another learner of
+        the node."""
+        order = [handle.transport for handle in usable(self._handles, same_node=self._same_node)]
+        faster = order[: order.index(self._transport)]
+        if not faster:
+            return
+        now = self._clock()
+        if now < self._retry_at or (self._node.transport not in faster and now < self._node.retry_at):
+            return
+        if self._node.transport in faster:
+            faster = [self._node.transport]
+        self._node.retry_after_s *= 2
+        self._retry_at = self._node.retry_at = now + self._node.retry_after_s
+        until = time.monotonic() + RETRY_LIMIT_S
+
+        def check_in_time() -> None:
+            check()
+            if time.monotonic() >= until:
+                raise TransportUnusable(f"it was not connected within {RETRY_LIMIT_S:.0f} s")
+
+        for handle in self._handles:
+            if handle.transport not in faster:
+                continue
+            try:
+                reader = self._probed(handle, check_in_time)
+            except (TransportUnusable, DeviceError) as error:
+                log.info("learner %d still cannot be reached by %s: %s", self._rank, handle.transport, error)
+                continue
+            slower, self._reader = self._reader, reader
+            log.warning(
+                "learner %d is read by %s from now on, no longer by %s",
+                self._rank, handle.transport, self._transport,
+            )  # fmt: skip
+            self._transport, self._reasons = handle.transport, ()
+            self._node.transport, self._node.reasons = handle.transport, ()
+            self._node.retry_after_s = RETRY_FASTER_S
+            if slower is not None:
+                slower.close()
+            return
 
     def _try(
         self, handle: ArenaHandle, check: Check, tried: list[str], *, is_last_attempt: bool = False

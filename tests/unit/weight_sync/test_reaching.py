@@ -168,8 +168,12 @@ async def test_a_learner_that_cannot_be_read_like_the_others_is_read_another_way
         first = next(rank for rank, reader in epoch._readers.items() if reader._reader is not None)
         mapped, victim = select.MappedReader, epoch._readers[(first + 1) % 3]._handles[0]
 
+        num_refused = 0
+
         def refuse(backend: Any, arena: Any) -> Any:
+            nonlocal num_refused
             if arena == victim:
+                num_refused += 1
                 raise TransportUnusable("no peer access")
             return mapped(backend, arena)
 
@@ -179,5 +183,60 @@ async def test_a_learner_that_cannot_be_read_like_the_others_is_read_another_way
         replica.assert_holds(full_weights(1))
         assert epoch.transports == {rank: "gloo" if rank == (first + 1) % 3 else "ipc" for rank in range(3)}
         assert f"learner {(first + 1) % 3} cannot be reached by ipc: no peer access" in caplog.text
+        before = num_refused
+        await coordinator.publish(2)
+        await coordinator.sync(2)
+        assert num_refused == before, "what works for the others was tried again at once"
+    finally:
+        await coordinator.close()
+
+
+async def test_a_faster_transport_that_failed_is_tried_again_by_one_reader_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = LocalReplica("r0")
+    learners = [LocalPublisher(rank, 3, full_weights(0)) for rank in range(3)]
+    coordinator = SyncCoordinator(learners, [replica], options=SyncOptions(transport="auto", commit="staged"))
+    mapped, is_broken, tried = select.MappedReader, True, list[Any]()
+
+    def map_or_refuse(backend: Any, arena: Any) -> Any:
+        tried.append(arena)
+        if is_broken:
+            raise TransportUnusable("no peer access")
+        return mapped(backend, arena)
+
+    monkeypatch.setattr(select, "MappedReader", map_or_refuse)
+    await coordinator.open()
+    try:
+        epoch: Any = replica.receivers[0]._epoch
+        now = 0.0
+        for reader in epoch._readers.values():
+            reader._clock = lambda: now
+            reader._node.retry_at = select.RETRY_FASTER_S
+            reader._retry_at = 0.0
+
+        async def tries(version: int, at_s: float) -> int:
+            nonlocal now
+            now = at_s
+            tried.clear()
+            for learner in learners:
+                learner.full = full_weights(version)
+            await coordinator.publish(version)
+            await coordinator.sync(version)
+            replica.assert_holds(full_weights(version))
+            return len(tried)
+
+        assert await tries(1, 0.0) == 0
+        assert await tries(2, 59.0) == 0
+        assert await tries(3, 61.0) == 1
+        assert await tries(4, 122.0) == 0, "after a failure it is left alone for longer"
+        slow = [reader._reader for reader in epoch._readers.values()]
+        is_broken = False
+        assert await tries(5, 190.0) >= 1
+        await tries(6, 190.0)
+        assert epoch.transports == dict.fromkeys(range(3), "ipc")
+        assert all(reader._connection is None for reader in slow), "the slower way is still connected"
+        assert await tries(7, 9999.0) == 0
+        assert "learner 0 is read by ipc from now on, no longer by gloo" in caplog.text
     finally:
         await coordinator.close()
