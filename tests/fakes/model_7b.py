@@ -27,7 +27,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
     base = RunConfig()
     base = replace(
         base,
-        learner=replace(base.learner, num_ranks=4, activation_checkpointing=True),
+        learner=replace(base.learner, num_ranks=4, activation_checkpointing=True, max_tokens_per_micro_batch=16384),
         rollout=replace(base.rollout, num_replicas=4, group_size=16),
     )
     return replace(base, **{name: replace(getattr(base, name), **keys) for name, keys in sections.items()})

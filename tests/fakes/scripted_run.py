@@ -216,6 +216,7 @@ class World:
 
     # as LearnerGroup
     flops = None
+    max_tokens_per_micro_batch = 64
 
     async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:
         self.note("train", batch.step)

@@ -20,7 +20,7 @@ from tests.fakes.learner import (
     sequences,
 )
 from tests.fakes.rewarded import config, filler, rewarded
-from trainer.learner.policy import largest_micro_batch
+from trainer.learner.fit import largest_micro_batch
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,7 +64,7 @@ def test_after_compiling_ahead_no_step_waits_for_the_compiler(
         learner = make_learner(cfg)
         torch.compiler.reset()  # a test before this one may have compiled the same block
         before = counters["stats"]["unique_graphs"]
-        learner.warmup_compile(largest_micro_batch(cfg))
+        learner.rehearse(largest_micro_batch(cfg, 100))
         compiled_ahead = counters["stats"]["unique_graphs"]
         assert compiled_ahead > before
         (parts, rewards), (one, of_one) = rewarded(4), rewarded(2, seed=1)

@@ -91,7 +91,7 @@ async def plain_loop(cfg: RunConfig, checked: PreflightResult, actors: compose.A
             step=step,
             algorithm=cfg.algorithm,
             num_ranks=cfg.learner.num_ranks,
-            max_tokens_per_micro_batch=cfg.learner.max_tokens_per_micro_batch,
+            max_tokens_per_micro_batch=actors.learner.max_tokens_per_micro_batch,
             max_response_tokens=cfg.rollout.max_response_tokens,
         )
         result = await actors.learner.train_step(batch, version=step)

@@ -104,6 +104,10 @@ class Fleet:
     # as LearnerGroup
     flops = None
 
+    @property
+    def max_tokens_per_micro_batch(self) -> int:
+        return 64 * self.plan.max_response_tokens
+
     async def onload(self) -> list[OffloadReport]:
         assert not self.awake, f"{self.awake} and the learner are on one device"
         return await self._move(is_here=True)

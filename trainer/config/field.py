@@ -128,7 +128,8 @@ class Key(NamedTuple):
     @property
     def is_text(self) -> bool:
         """Whether values are plain text: free, or one of a list of words."""
-        return self.hint is str or all(isinstance(word, str) for word in words_of(self.hint) or (0,))
+        has_others = beside_words(self.hint) not in (None, str)
+        return self.hint is str or (not has_others and all(isinstance(one, str) for one in words_of(self.hint) or (0,)))
 
 
 @cache
@@ -161,6 +162,12 @@ def words_of(hint: Any) -> tuple[object, ...]:
     return next((words for arg in _alternatives(hint) if (words := words_of(arg))), ())
 
 
+def beside_words(hint: Any) -> Any:
+    """`X` for `X | Literal[...]`; None for every other type."""
+    others = [arg for arg in _alternatives(hint) if arg is not type(None) and get_origin(arg) is not Literal]
+    return others[0] if words_of(hint) and others else None
+
+
 def without_null(hint: Any) -> Any:
     """`X` for `X | None`, every other type unchanged."""
     alternatives = _alternatives(hint)
@@ -172,6 +179,8 @@ def type_text(hint: Any) -> str:
     if (other := without_null(hint)) is not hint:
         return f"{type_text(other)} or null"
     if words := words_of(hint):
+        if (other := beside_words(hint)) not in (None, str):
+            return ", ".join([type_text(other), *map(str, words[:-1])]) + f" or {words[-1]}"
         custom = ", or the dotted path of your own function" if _alternatives(hint) else ""
         return "one of " + ", ".join(map(str, words)) + custom
     if get_origin(hint) is dict:

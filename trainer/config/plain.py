@@ -13,7 +13,7 @@ from typing import Any, cast, get_args, get_origin
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from trainer.config.field import Key, keys_of, type_text, value_text, without_null, words_of
+from trainer.config.field import Key, beside_words, keys_of, type_text, value_text, without_null, words_of
 from trainer.config.presets import groups, packaged_configs
 from trainer.config.schema import RunConfig, all_keys
 from trainer.errors import Problem
@@ -216,14 +216,16 @@ def _refusal(key: Key, value: Any, inside: _Parts) -> str:
     """Why `key` cannot have `value`; `inside` leads from the key to the wrong entry of a map or list."""
     if key.entry is not None and inside:
         return f"entry {inside[0]} {_wrong_type(key.entry, value[inside[0]])}"
-    if words := words_of(key.hint):
+    other = beside_words(key.hint)
+    if other in (None, str) and (words := words_of(key.hint)):
         return _no_word(key, list(map(str, words)), value)
-    hint = without_null(key.hint)
+    hint = without_null(key.hint) if other is None else other
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
     if number is not None and (hint is float or (hint is int and float(number).is_integer())):
-        return f"must be {key.bounds}" if math.isfinite(number) else "must be a finite number"
-    is_none = hint is not key.hint and str(value).lower() in {"none", "nil", "~", ""}
-    return _wrong_type(hint, value) + ("; for no value write null" if is_none else "")
+        instead = "".join(f" or {word}" for word in words_of(key.hint))
+        return f"must be {key.bounds}{instead}" if math.isfinite(number) else "must be a finite number"
+    is_none = type(None) in get_args(key.hint) and str(value).lower() in {"none", "nil", "~", ""}
+    return _wrong_type(without_null(key.hint), value) + ("; for no value write null" if is_none else "")
 
 
 def _wrong_type(hint: Any, value: object) -> str:

@@ -413,7 +413,7 @@ def _engines(c: RunConfig) -> Iterator[Problem]:
     limits = f"must be at least {' + '.join(_LIMITS)} = {longest}"
     if 0 < rollout.max_model_len < longest:
         yield problem(c, "rollout.max_model_len", f"{limits}, or 0 to follow them", "raise it or lower those", *_LIMITS)
-    if c.learner.max_tokens_per_micro_batch < longest:
+    if c.learner.max_tokens_per_micro_batch != "auto" and c.learner.max_tokens_per_micro_batch < longest:
         message = f"{limits}: the longest sequence must fit into one micro-batch"
         yield problem(c, "learner.max_tokens_per_micro_batch", message, "raise it or lower those", *_LIMITS)
     if not all(rollout.stop):

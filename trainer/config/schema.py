@@ -101,8 +101,9 @@ class LearnerConfig:
     max_skipped_steps: NonNegativeInt = 3
     """Consecutive steps with a non-finite gradient that are skipped and change nothing. One more ends the run, after a
     save."""
-    max_tokens_per_micro_batch: PositiveInt = 16384
-    """Packed tokens per micro-batch and rank."""
+    max_tokens_per_micro_batch: PositiveInt | Literal["auto"] = "auto"
+    """Packed tokens per micro-batch and rank. `auto` measures at the start how many fit on the device, at most 65,536
+    and no fewer than the longest sequence has; on a CPU it is 16,384. A run that resumes keeps its number."""
     logprob_chunk_size: PositiveInt = 1024
     """Tokens whose logits exist at the same time."""
     activation_checkpointing: Bool = False

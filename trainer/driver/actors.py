@@ -363,7 +363,8 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
         log.info("%s is ready after %.1f s%s", name, end_s - begin_s, f" ({parts})" if parts else "")
 
     async def learner() -> None:
-        ranks = await actors.learner.setup()
+        earlier = {} if resumed is None else resumed.state.get("learner", {})
+        ranks = await actors.learner.setup(earlier_tokens=earlier.get("max_tokens_per_micro_batch"))
         for text in dict.fromkeys(text for rank in ranks for text in rank.warnings):
             log.warning("learner: %s", text)
         stages = {stage: max(rank.seconds[stage] for rank in ranks) for stage in ranks[0].seconds}
@@ -372,6 +373,7 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
             await actors.learner.load(resumed.path)
             stages["checkpoint"] = time.time() - loading_s
         log_ready("learner", stages)
+        log.info("learner: up to %d tokens per micro-batch", actors.learner.max_tokens_per_micro_batch)
 
     async def engine(name: str, actor: Any) -> None:
         log_ready(name, await start_actor(actor, name, timeout_s=limit_s))

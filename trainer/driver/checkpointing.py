@@ -261,6 +261,7 @@ class Checkpointer:
                 "buffer": self._buffer.state_dict(step),
                 "source": self._source.state_dict(),
                 "origin": origin(self._cfg),
+                "learner": {"max_tokens_per_micro_batch": self._learner.max_tokens_per_micro_batch},
             }
             tmp = await asyncio.to_thread(checkpoint.begin, directory, step)
             await self._learner.save(tmp, step=step)

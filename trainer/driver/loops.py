@@ -245,7 +245,7 @@ class TrainingRun:
                     step=step,
                     algorithm=cfg.algorithm,
                     num_ranks=cfg.learner.num_ranks,
-                    max_tokens_per_micro_batch=cfg.learner.max_tokens_per_micro_batch,
+                    max_tokens_per_micro_batch=self.learner.max_tokens_per_micro_batch,
                     max_response_tokens=cfg.rollout.max_response_tokens,
                     cost=None if self.learner.flops is None else self.learner.flops.of_sequence,
                 )

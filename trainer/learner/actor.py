@@ -56,6 +56,7 @@ def captured_warnings() -> Iterator[list[logging.LogRecord]]:
 class _LearnerState(NamedTuple):
     """What a rank has once it is set up."""
 
+    max_tokens_per_micro_batch: int
     learner: PolicyTrainer
     publisher: WeightPublisher
     description: bytes
@@ -84,6 +85,8 @@ class SetupReport:
     """For the driver's log; that of this process is deleted at a clean shutdown."""
     flops: ModelFlops | None
     """Of the policy; None where its shapes are not enough to know."""
+    max_tokens_per_micro_batch: int
+    """The same on every rank."""
 
 
 class LearnerActor:
@@ -115,18 +118,20 @@ class LearnerActor:
         timeout_s = self._cfg.learner.timeout_s
         return open_store(*address, is_master=is_master, world_size=self._world_size, timeout_s=timeout_s)
 
-    def setup(self, address: Address) -> SetupReport:
-        """Join the other ranks, build the model and compile it. Raises DeviceError if this process lacks a variable or
-        the device itself, ModelError if the model cannot be trained."""
+    def setup(self, address: Address, earlier_tokens: int | None) -> SetupReport:
+        """Join the other ranks, build the model, and rehearse a step. `earlier_tokens` were those of a micro-batch
+        before the run was resumed. Raises DeviceError if this process lacks a variable or the device itself, ModelError
+        if the model cannot be trained, LearnerError if a micro-batch does not fit."""
         with captured_warnings() as records:
-            seconds = self._set_up(address)
+            seconds = self._set_up(address, earlier_tokens)
         return SetupReport(
             seconds=seconds,
             warnings=tuple(record.getMessage() for record in records),
             flops=self._parts.learner.flops,
+            max_tokens_per_micro_batch=self._parts.max_tokens_per_micro_batch,
         )
 
-    def _set_up(self, address: Address) -> dict[str, float]:
+    def _set_up(self, address: Address, earlier_tokens: int | None) -> dict[str, float]:
         """Returns the seconds of each stage, in order."""
         cfg, seconds, began = self._cfg, dict[str, float](), time.perf_counter()
 
@@ -136,8 +141,10 @@ class LearnerActor:
         import torch
         import torch.distributed as dist
 
+        from trainer.learner.fit import fit_micro_batch
         from trainer.learner.lora import PublishedShards
-        from trainer.learner.policy import PolicyTrainer, largest_micro_batch
+        from trainer.learner.model import torch_dtype
+        from trainer.learner.policy import PolicyTrainer
         from weight_sync.publish.publisher import WeightPublisher
 
         end_stage("imports")
@@ -158,11 +165,15 @@ class LearnerActor:
         published = PublishedShards(learner.model, rollout_dtype=cfg.model.rollout_dtype)
         published.refresh()  # so that replicas describe the same values
         description = publisher.describe(published.params, published.shards, published.tensors)
-        self._ready = _LearnerState(learner, publisher, description, published)
         end_stage("model")
-        if cfg.learner.compile:  # concurrently with the start of the engines, and not in the first step
-            learner.warmup_compile(largest_micro_batch(cfg))
-            end_stage("compiling")
+        slot_bytes = (
+            sum(one.numel() for one in published.tensors.values()) * torch_dtype(cfg.model.rollout_dtype).itemsize
+        )
+        arena_bytes = slot_bytes * cfg.weight_sync.num_slots
+        # Concurrently with the start of the engines, and not in the first step.
+        tokens = fit_micro_batch(learner, cfg, self._backend, arena_bytes=arena_bytes, earlier=earlier_tokens)
+        self._ready = _LearnerState(tokens, learner, publisher, description, published)
+        end_stage("rehearsal")
         return seconds
 
     def _check_device(self) -> None:

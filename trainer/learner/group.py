@@ -77,6 +77,8 @@ class LearnerGroup:
         """For callers that talk to single ranks: weight sync needs no collective."""
         self.flops: ModelFlops | None = None
         """Of the policy, from `setup` on; None where its shapes are not enough to know."""
+        self.max_tokens_per_micro_batch = 0
+        """From `setup` on."""
         self._timeout_s = timeout_s
         self._has_failed = False
 
@@ -85,11 +87,12 @@ class LearnerGroup:
         """Whether a call has failed, so that it can only be closed."""
         return self._has_failed or any(rank.is_broken for rank in self.ranks)
 
-    async def setup(self) -> list[SetupReport]:
+    async def setup(self, *, earlier_tokens: int | None = None) -> list[SetupReport]:
         """Ranks meet at rank 0's address and build their models. As `LearnerActor.setup`, of every rank."""
         (address,) = await self._gather("node_address", [()])
-        reports: list[SetupReport] = await self._all("setup", address)
+        reports: list[SetupReport] = await self._all("setup", address, earlier_tokens)
         self.flops = reports[0].flops
+        self.max_tokens_per_micro_batch = reports[0].max_tokens_per_micro_batch
         return reports
 
     async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:

@@ -62,6 +62,8 @@ class CpuOffload:
         self._sizes = {key: storage.nbytes() for key, storage in self._storages.items()}
         self._block_bytes = block_bytes
         self._host: dict[int, Tensor] = {}
+        self._peak_bytes = 0
+        """Of the last turn."""
         self._takes_one_block = backend.torch_device != "cpu"
         self.is_on_host = False
 
@@ -88,6 +90,7 @@ class CpuOffload:
         self.is_on_host = True
         if self._takes_one_block:
             memory = torch.get_device_module(self._backend.torch_device)
+            self._peak_bytes = memory.max_memory_allocated()
             # Something that outlived its step holds the block, and the engine lacks all of it.
             self._takes_one_block = memory.memory_reserved() - memory.memory_allocated() < MAX_LEFT_BYTES
 
@@ -114,12 +117,13 @@ class CpuOffload:
         self.is_on_host = False
 
     def _take_one_block(self) -> None:
-        """Have torch cache what the learner took at most so far, in one allocation: hundreds of small ones, for what
-        comes back and in the next forward, take longer than the copy."""
+        """Have torch cache what the learner took at most in its last turn, in one allocation: hundreds of small ones,
+        for what comes back and in the next forward, take longer than the copy."""
         device = self._backend.torch_device
         memory = torch.get_device_module(device)
         with contextlib.suppress(torch.OutOfMemoryError):  # then it takes pieces, as far as there is room
-            torch.empty(memory.max_memory_allocated() - memory.memory_allocated(), dtype=torch.uint8, device=device)
+            torch.empty(max(0, self._peak_bytes - memory.memory_allocated()), dtype=torch.uint8, device=device)
+        memory.reset_peak_memory_stats()
 
     def _take(self, storage: UntypedStorage, nbytes: int) -> bool:
         try:

@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.losses import kl_penalty, policy_loss
-from trainer.config.algorithm import loss_traits
-from trainer.data.batch import MicroBatch
 from trainer.errors import GradientsDiverged, TrainingDiverged
 from trainer.learner.checkpoint import load_sharded, save_sharded
 from trainer.learner.critic import SeparateCritic, ValueSums, build_critic
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
 
     from trainer.algorithms.advantages import GroupRewards
     from trainer.config.schema import RunConfig
+    from trainer.data.batch import MicroBatch
     from trainer.learner.critic import ValueTargets
     from trainer.learner.model import PolicyOutput
     from weight_sync.device.base import Backend
@@ -244,24 +243,28 @@ class PolicyTrainer:
         for optimizer in self._optimizers.values():
             optimizer.zero_grad()
 
-    def warmup_compile(self, batch: MicroBatch) -> None:
-        """Compile: run every pass of a step over `batch`, of reference and critic too. Changes no number and gives
-        the memory back."""
-        self.offload.require_onloaded("warmup_compile")
-        if self._reference is not None:
-            self._reference.logprobs([batch])
-        if self._critic is not None:
-            rewards_T = np.zeros(len(batch.token_ids))
-            self._critic.targets([batch], [rewards_T], ValueSums(num_loss_tokens=0, clip=None))
-        self._built.policy.expect_backward(is_last=True)
-        output = self._built.forward(batch)
-        loss, _ = self._loss(batch, output, version=0, reference_T=None)
-        if output.values_L is not None:
-            loss = loss + 0.0 * output.values_L.sum()
-        loss.backward()
-        del output, loss
-        self._drop_gradients()
-        self._backend.release_cached()
+    def rehearse(self, batch: MicroBatch) -> None:
+        """Run every pass of a step of two micro-batches, of reference and critic too: compiles them, and takes the
+        memory that a step takes. Changes no number, and gives the memory back, also after an error."""
+        self.offload.require_onloaded("rehearse")
+        try:
+            if self._reference is not None:
+                self._reference.logprobs([batch])
+            if self._critic is not None:
+                rewards_T = np.zeros(len(batch.token_ids))
+                self._critic.targets([batch], [rewards_T], ValueSums(num_loss_tokens=0, clip=None))
+            for is_last in (False, True):
+                self._built.policy.expect_backward(is_last=is_last)
+                output = self._built.forward(batch)
+                loss, _ = self._loss(batch, output, version=0, reference_T=None)
+                if output.values_L is not None:
+                    loss = loss + 0.0 * output.values_L.sum()
+                loss.backward()
+                del output, loss
+        finally:
+            self._built.policy.release()
+            self._drop_gradients()
+            self._backend.release_cached()
 
     def save(self, path: Path, *, step: int) -> None:
         """Write this rank's part into the directory `path` (see `checkpoint.begin`), also while it is offloaded."""
@@ -277,28 +280,3 @@ class PolicyTrainer:
         """Write the policy as a Hugging Face model directory in `model.rollout_dtype`; rank 0 writes."""
         self.offload.require_onloaded("export_hf")
         export_hf(path, model=self.model, source_dir=self._built.source_dir, config=self._cfg.model)
-
-
-def largest_micro_batch(cfg: RunConfig) -> MicroBatch:
-    """As large as one can be: sequences of the longest prompt and response, the last one cut to what is left. Its loss
-    is 0."""
-    prompt = cfg.task.max_prompt_tokens
-    longest = prompt + cfg.rollout.max_response_tokens
-    num_tokens = max(longest, cfg.learner.max_tokens_per_micro_batch)
-    starts = np.arange(0, num_tokens, longest)
-    if num_tokens - starts[-1] < 2:  # a sequence has a token to predict, and one to predict it from
-        starts, num_tokens = starts[:-1], int(starts[-1])
-    bounds = np.append(starts, num_tokens)
-    mask = np.arange(num_tokens) - np.repeat(starts, np.diff(bounds)) >= prompt
-    mask[-1] = True  # the sequence that is cut has a loss token, too
-    zeros = np.zeros(num_tokens, np.float32)
-    return MicroBatch(
-        cu_seqlens=bounds.astype(np.int32),
-        token_ids=np.zeros(num_tokens, np.int32),
-        loss_mask=mask,
-        behavior_logprobs=zeros,
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        advantages=zeros,
-        loss_weights=zeros,
-        cov_selected=np.zeros(num_tokens, np.bool_) if loss_traits(cfg.algorithm.loss).selects else None,
-    )

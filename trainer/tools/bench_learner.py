@@ -38,10 +38,11 @@ from trainer.config.plain import to_run_config
 from trainer.data.batch import MicroBatch
 from trainer.errors import ConfigurationError
 from trainer.files import write_atomically
+from trainer.learner.fit import fit_micro_batch
 from trainer.learner.fsdp import open_store
 from trainer.learner.model import load_config
 from trainer.learner.policy import PolicyTrainer
-from trainer.tools.memory_plan import Device, gib, learner_items, model_shape
+from trainer.tools.memory_plan import Device, gib, learner_items, model_shape, planned_tokens, with_tokens
 from weight_sync.bench.shapes import MODELS, architecture
 from weight_sync.device.select import get_backend
 
@@ -65,6 +66,7 @@ class Rows:
     """What one rank trains in a step."""
 
     micro_batch_tokens: int
+    """0: as many as the learner finds room for."""
     num_micro_batches: int
     shortest: int
     longest: int
@@ -130,7 +132,7 @@ class Job:
             "model.random_weights": True,
             "model.compute_dtype": dtype,
             "learner.num_ranks": self.num_ranks,
-            "learner.max_tokens_per_micro_batch": self.rows.micro_batch_tokens,
+            "learner.max_tokens_per_micro_batch": self.rows.micro_batch_tokens or "auto",
             "task.max_prompt_tokens": prompt,
             "rollout.max_response_tokens": self.rows.longest - prompt,
         }.items():
@@ -152,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if a step fails, 2 for a wrong command line."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    longest = min(args.longest, args.micro_batch)
+    longest = args.longest if args.micro_batch is None else min(args.longest, args.micro_batch)
     shortest = max(2, longest // 16) if args.shortest is None else args.shortest
     if not 2 <= shortest <= longest:
         parser.error(f"--shortest must be 2 to {longest} (--longest, or --micro-batch if that is less), got {shortest}")
@@ -161,7 +163,9 @@ def main(argv: Sequence[str]) -> int:
     job = Job(
         shape=args.shape,
         rows=Rows(
-            micro_batch_tokens=args.micro_batch, num_micro_batches=args.micro_batches, shortest=shortest,
+            micro_batch_tokens=0 if args.micro_batch is None else args.micro_batch,
+            num_micro_batches=args.micro_batches,
+            shortest=shortest,
             longest=longest,
         ),
         num_ranks=args.ranks,
@@ -206,7 +210,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shape", choices=sorted(MODELS), default="qwen2.5-1.5b", help="of the model (default qwen2.5-1.5b)")
     add("--longest", type=_positive, default=8192, metavar="N", help="tokens of the longest sequence (default 8192)")
     add("--shortest", type=_positive, metavar="N", help="default: a sixteenth of --longest; equal: no other lengths")
-    add("--micro-batch", type=_positive, default=16384, metavar="N", help="tokens of each packed row (default 16384)")
+    add("--micro-batch", type=_positive, metavar="N", help="tokens of each packed row (default: as many as fit)")
     add("--micro-batches", type=_positive, default=4, metavar="N", help="per rank and step (default 4)")
     add("--ranks", type=_positive, default=1, metavar="N", help="learner processes, one per device (default 1)")
     add("--steps", type=_positive, default=5, metavar="N", help="that count (default 5); figures are medians")
@@ -248,7 +252,9 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
     """Figures of rank 0; collective. Its times are those of the others, too: ranks wait for each other."""
     began = time.perf_counter()
     learner = PolicyTrainer(cfg, device=device, backend=backend)
-    batches = job.rows.of_rank(rank, vocab_size=architecture(job.shape).vocab)
+    tokens = fit_micro_batch(learner, cfg, backend, arena_bytes=0, earlier=None)
+    rows = replace(job.rows, micro_batch_tokens=tokens)
+    batches = rows.of_rank(rank, vocab_size=architecture(job.shape).vocab)
     memory = None if device.type == "cpu" else torch.get_device_module(device)
     if memory is not None:
         memory.reset_peak_memory_stats()
@@ -274,10 +280,14 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
     flops, peak_flops = counted[0].model_flops, counted[0].peak_flops
     total_bytes = backend.memory_info()[1]
     shape = model_shape(cfg.model, load_config(cfg.model, Path(cfg.model.path)))
-    plan = learner_items(cfg, shape, Device(device.type, total_bytes, memory is None), None, None)
+    device_plan = Device(device.type, total_bytes, memory is None)
+    plan = learner_items(with_tokens(cfg, tokens), shape, device_plan, None, None)
+    planned_auto = planned_tokens(with_tokens(cfg, "auto"), shape, device_plan, None, None)
     planned = {item.name: item.nbytes for item in plan if not item.name.startswith("arenas")}
     return {
         "job": asdict(job),
+        "micro_batch_tokens": tokens,
+        "micro_batch_tokens_planned": planned_auto,
         "device": backend.device_name(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -355,11 +365,13 @@ def table(found: dict[str, Any]) -> str:
     mfu = "unknown: device.peak_tflops=N" if found["mfu"] is None else f"{found['mfu']:.3f}"
     peak = "not measured" if memory["peak_bytes"] is None else gib(memory["peak_bytes"])
     ratio = "" if memory["peak_over_planned"] is None else f" ({memory['peak_over_planned']:.2f} of it)"
+    tokens, planned = found["micro_batch_tokens"], found["micro_batch_tokens_planned"]
     phases = ", ".join(f"{phase} {value:.3f}" for phase, value in seconds.items() if phase != "step")
     away = "" if found["onload_s"] is None else f"; {found['onload_s']:.3f} s to come back before it"
     return (
         f"{found['job']['shape']} on {found['job']['num_ranks']} x {found['device']}\n"
         f"  step            {found['step_s']:.3f} s ({phases}); the first {found['first_step_s']:.1f} s{away}\n"
+        f"  micro-batches   {tokens:,} tokens; auto, by the plan: {planned:,}\n"
         f"  tokens          {found['tokens_per_step']:,} per rank, {found['tokens_per_s_per_device']:,.0f} /s\n"
         f"  MFU             {mfu}\n"
         f"  peak memory     {peak}; planned {gib(memory['planned_bytes'])}{ratio}\n"

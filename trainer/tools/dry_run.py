@@ -88,6 +88,7 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     full = "all of them" if share == 1 else f"{share:.0%} of them; the rest waits, or prompts and responses are shorter"
     lines = [
         *_table(titles[0], plan.learner, plan),
+        *_micro_batches(plan, cfg),
         *_table(titles[1], items, plan),
         f"  The cache holds {engine.kv_tokens:,} tokens; {wanted} may be wanted: {full}.{tight}",
     ]
@@ -110,6 +111,13 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
             f"least {2 * plan.moved_bytes / HOST_BYTES_PER_S:.2g} s at {HOST_BYTES_PER_S / 1e9:.0f} GB/s."
         )
     return [*lines, "  ~ marks an estimate, which may be off by half; attention is assumed to keep no scores."]
+
+
+def _micro_batches(plan: RunPlan, cfg: RunConfig) -> list[str]:
+    if cfg.learner.max_tokens_per_micro_batch != "auto":
+        return []
+    how = "" if plan.device.is_shared else "; the learner measures at its start how many it takes"
+    return [f"  Micro-batches have up to {plan.micro_batch_tokens:,} tokens{how}."]
 
 
 def _line(name: str, nbytes: int, note: str = "") -> str:

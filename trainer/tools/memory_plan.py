@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from trainer.config.rules import longest_sequence
+from trainer.learner.fit import MOST_TOKENS, TOKENS_ON_CPU, bounded, usable_bytes
 from trainer.learner.flops import visited_params
 from trainer.learner.fsdp import UNSHARDED_SHARE
 from trainer.learner.lora import add_adapters
@@ -191,7 +193,8 @@ def learner_items(
     cfg: RunConfig, shape: ModelShape, device: Device, reference: ModelShape | None, critic: ModelShape | None
 ) -> Items:
     """Everything on one device of the learner, at the worst moment of a step: its models compute in turn. `reference`
-    and `critic` (with its value head) are None unless they have separate weights."""
+    and `critic` (with its value head) are None unless they have separate weights. The tokens of a micro-batch are a
+    number (`planned_tokens`)."""
     computing = [_computing(cfg, shape, device)]
     if reference is not None:
         computing.append(_scoring(cfg, reference))
@@ -223,6 +226,34 @@ def learner_items(
             MemoryItem("gradients of the critic", _share(cfg, critic.num_params * GRADIENT_BYTES), hint),
         ]
     return tuple(items)
+
+
+def planned_tokens(
+    cfg: RunConfig, shape: ModelShape, device: Device, reference: ModelShape | None, critic: ModelShape | None
+) -> int:
+    """Of a micro-batch: the given ones, or what `auto` will be by this plan; a run measures them at its start."""
+    given = cfg.learner.max_tokens_per_micro_batch
+    if given != "auto":
+        return given
+    if device.is_shared:
+        return max(longest_sequence(cfg), TOKENS_ON_CPU)
+    low, high = 1, MOST_TOKENS
+    limit = usable_bytes(cfg, device.total_bytes)
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = total(learner_items(with_tokens(cfg, middle), shape, device, reference, critic)) <= limit
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return bounded(cfg, low)
+
+
+def with_tokens(cfg: RunConfig, num_tokens: int | Literal["auto"]) -> RunConfig:
+    return replace(cfg, learner=replace(cfg.learner, max_tokens_per_micro_batch=num_tokens))
+
+
+def _tokens(cfg: RunConfig) -> int:
+    tokens = cfg.learner.max_tokens_per_micro_batch
+    assert tokens != "auto", "see planned_tokens"
+    return tokens
 
 
 def host_items(cfg: RunConfig, shape: ModelShape, reference: ModelShape | None, critic: ModelShape | None) -> Items:
@@ -277,7 +308,7 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
     else:
         unsharded = shape.num_params if shape.num_params * b <= room else _gathered_params(shape)
         in_backward = 0 if shape.num_frozen_params else shape.num_root_params + shape.num_block_params
-    num_tokens = cfg.learner.max_tokens_per_micro_batch
+    num_tokens = _tokens(cfg)
     block = activation_bytes_per_block(shape, num_tokens=num_tokens, compute_bytes=b)
     # With checkpointing, the input of each block and the one being recomputed.
     activations, fewer = shape.num_layers * block, f"{FEWER_TOKENS}, or learner.activation_checkpointing=true"
@@ -294,7 +325,7 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
 def _scoring(cfg: RunConfig, shape: ModelShape) -> Items:
     """While the reference computes: no gradient, and the activations of one block at most."""
     b = DTYPE_BYTES[cfg.model.compute_dtype]
-    block = activation_bytes_per_block(shape, num_tokens=cfg.learner.max_tokens_per_micro_batch, compute_bytes=b)
+    block = activation_bytes_per_block(shape, num_tokens=_tokens(cfg), compute_bytes=b)
     smaller = "algorithm.kl.reference_model: a smaller model"
     return (
         _estimate("unsharded weights, reference", _gathered_params(shape) * b, smaller),
@@ -311,7 +342,7 @@ def _gathered_params(shape: ModelShape) -> int:
 
 def _logits_bytes(cfg: RunConfig, shape: ModelShape) -> int:
     """Of one chunk, in float32: logits, probabilities and the gradient."""
-    tokens = min(cfg.learner.logprob_chunk_size, cfg.learner.max_tokens_per_micro_batch)
+    tokens = min(cfg.learner.logprob_chunk_size, _tokens(cfg))
     return 3 * 4 * tokens * shape.vocab_size
 
 

@@ -25,7 +25,9 @@ from trainer.tools.memory_plan import (
     host_items,
     learner_items,
     min_bytes,
+    planned_tokens,
     total,
+    with_tokens,
 )
 from weight_sync.plan.routes import Party, plan_routes
 
@@ -128,6 +130,7 @@ class RunPlan:
     num_slots: int
     """Groups in flight, at most."""
     num_responses: int
+    micro_batch_tokens: int
     arena_bytes: int
     """Of one rank, which stays on a shared device in the engine's turn."""
     is_paired: bool
@@ -167,6 +170,8 @@ def plan_run(
     # With adapters, the reference is the policy without them.
     reference = (None if shape.num_adapter_params else shape) if teacher is None else teacher
     reference = reference if cfg.algorithm.kl.coef > 0 else None
+    micro_batch_tokens = planned_tokens(cfg, shape, device, reference, critic)
+    cfg = with_tokens(cfg, micro_batch_tokens)
     learner, engine = learner_items(cfg, shape, device, reference, critic), engine_memory(cfg, shape, device)
     host = host_items(cfg, shape, reference, critic)
     is_paired = cfg.mode.shares_devices and not device.is_shared
@@ -188,6 +193,7 @@ def plan_run(
         store=object_store(cfg, prompt_tokens, num_evaluated, num_slots=num_slots, group_size=group_size),
         num_slots=num_slots,
         num_responses=num_slots * group_size,
+        micro_batch_tokens=micro_batch_tokens,
         arena_bytes=arena_bytes(cfg, shape),
         is_paired=is_paired,
     )

@@ -242,7 +242,8 @@ def test_learners_get_a_checkpoint_by_its_absolute_path(here: Path) -> None:
 
 
 def rank_of(*warnings: str, **seconds: float) -> HandActor:
-    return HandActor(setup=SetupReport(seconds={"imports": 0.0} | seconds, warnings=warnings, flops=None))
+    seconds = {"imports": 0.0} | seconds
+    return HandActor(setup=SetupReport(seconds=seconds, warnings=warnings, flops=None, max_tokens_per_micro_batch=64))
 
 
 def engine(reply: object = None, **startup_s: float) -> HandActor:

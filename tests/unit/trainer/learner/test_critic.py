@@ -30,7 +30,7 @@ from trainer.config.algorithm import AlgorithmConfig, KlConfig
 from trainer.errors import CheckpointError, ModelError, TrainingDiverged
 from trainer.learner.checkpoint import begin
 from trainer.learner.critic import SeparateCritic, SharedCritic, ValueSums, ValueTargets
-from trainer.learner.policy import largest_micro_batch
+from trainer.learner.fit import largest_micro_batch
 from trainer.learner.prepare import reward_advantages
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def test_warmup_trains_the_critic_alone(tiny_dir: Path) -> None:
     kl = {"coef": 0.2, "apply_to": "loss"}
     learner = make_learner(config(tiny_dir, critic={"warmup_steps": 2}, kl=kl))
     before = all_weights(learner)
-    learner.warmup_compile(largest_micro_batch(learner._cfg))
+    learner.rehearse(largest_micro_batch(learner._cfg, 100))
     params = [slot.param for optimizer in learner._optimizers.values() for slot in optimizer._slots]
     assert not any(param.grad is not None for param in params)
     assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items()), "only compiling remains"

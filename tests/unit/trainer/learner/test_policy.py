@@ -29,9 +29,9 @@ from trainer.algorithms.losses import policy_loss
 from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, MaskConfig, RejectConfig
 from trainer.config.schema import LearnerConfig, LoraConfig, RunConfig
 from trainer.errors import TrainingDiverged
+from trainer.learner.fit import largest_micro_batch
 from trainer.learner.fsdp import ShardedAdamW, learning_rate
 from trainer.learner.packed_inputs import loss_inputs
-from trainer.learner.policy import largest_micro_batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -206,7 +206,7 @@ def test_compiling_ahead_changes_no_number_of_a_later_step(tiny_dir: Path) -> No
         cfg, task=replace(cfg.task, max_prompt_tokens=5), rollout=replace(cfg.rollout, max_response_tokens=30)
     )
     warm, plain = make_learner(cfg), make_learner(cfg)
-    warm.warmup_compile(largest_micro_batch(cfg))
+    warm.rehearse(largest_micro_batch(cfg, 100))
     assert all(param.grad is None for param in warm.model.parameters())
     for step in range(2):
         batch = [pack(sequences(4, seed=step))]
@@ -266,13 +266,12 @@ def test_gradients_equal_a_plain_model_for_every_split(keys: dict[str, Any], tin
         assert_gradients(got, expected, tolerance=5e-5)
 
 
-def limited(*, limit: int, prompt: int, response: int, loss: str = "ppo_clip") -> RunConfig:
+def limited(*, prompt: int, response: int, loss: str = "ppo_clip") -> RunConfig:
     cfg = RunConfig()
     return replace(
         cfg,
         task=replace(cfg.task, max_prompt_tokens=prompt),
         rollout=replace(cfg.rollout, max_response_tokens=response),
-        learner=replace(cfg.learner, max_tokens_per_micro_batch=limit),
         algorithm=replace(cfg.algorithm, loss=loss),
     )
 
@@ -283,17 +282,17 @@ def limited(*, limit: int, prompt: int, response: int, loss: str = "ppo_clip") -
         (100, [30, 30, 30, 10]),
         (92, [30, 30, 30, 2]),  # the shortest sequence that predicts a token
         (91, [30, 30, 30]),  # what is left is too short for one
-        (29, [30]),  # a sequence over the limit gets a micro-batch of its own
+        (15, [15]),
     ],
 )
 def test_the_largest_micro_batch_is_made_of_the_longest_sequences(limit: int, lengths: list[int]) -> None:
-    batch = largest_micro_batch(limited(limit=limit, prompt=20, response=10))
+    batch = largest_micro_batch(limited(prompt=20, response=10), limit)
     assert np.diff(batch.cu_seqlens).tolist() == lengths and len(batch.token_ids) == sum(lengths)
-    expected = [(np.arange(n) >= 20) | (np.arange(n) == n - 1) for n in lengths]
+    expected = [(np.arange(n) >= (20 if limit > 30 else 10)) | (np.arange(n) == n - 1) for n in lengths]
     np.testing.assert_array_equal(batch.loss_mask, np.concatenate(expected))
     np.testing.assert_array_equal(batch.versions, np.where(batch.loss_mask, 0, -1))
     assert not batch.loss_weights.any() and batch.cov_selected is None
-    selected = largest_micro_batch(limited(limit=limit, prompt=20, response=10, loss="clip_cov")).cov_selected
+    selected = largest_micro_batch(limited(prompt=20, response=10, loss="clip_cov"), limit).cov_selected
     assert selected is not None and len(selected) == sum(lengths)
 
 

@@ -26,6 +26,7 @@ from trainer.config.presets import config_names, packaged_configs
 from trainer.config.schema import LoraConfig, ModelConfig, RayConfig, RunConfig
 from trainer.data.build import build_train_batch
 from trainer.learner import flops
+from trainer.learner.fit import MOST_TOKENS, on_grid
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import check_architecture
 from trainer.learner.policy import PolicyTrainer
@@ -106,7 +107,7 @@ THREE_ENGINES: Sections = {"rollout": {"num_replicas": 3, "tensor_parallel_size"
 P, SMALL, LARGE, ADAPTED = shape(), shape("0.5B"), shape("32B"), shape(lora_rank=8)
 NUM_CRITIC = NUM_7B - 152064 * 3584 + 3584 + 1
 CRITIC_ROOT = 152064 * 5120 + 5120 + 5120 + 1
-TOKENS = RunConfig().learner.max_tokens_per_micro_batch
+TOKENS = 16384
 PER_BLOCK = activation_bytes_per_block(P, num_tokens=TOKENS, compute_bytes=2)
 GATHERED = {name: 2 * (one.num_root_params + 2 * one.num_block_params) for name, one in (("7B", P), ("32B", LARGE))}
 MEAN: dict[str, Any] = {"response_tokens": 100.0}
@@ -360,8 +361,24 @@ def test_no_shipped_configuration_asks_more_of_a_device_than_an_h100_trains_at(n
 # Against a real learner
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("gibibytes", [80, 141])
+def test_auto_plans_the_micro_batch_that_fills_the_device(gibibytes: int, checkpointing: bool) -> None:
+    def plan(tokens: int | str) -> RunPlan:
+        learner = {"max_tokens_per_micro_batch": tokens, "activation_checkpointing": checkpointing}
+        return planned(config(learner=learner), P, BIG._replace(total_bytes=gibibytes * GIB))
+
+    auto, limit = plan("auto"), 0.92 * gibibytes * GIB
+    tokens = auto.micro_batch_tokens
+    assert auto.learner == plan(tokens).learner
+    next_larger = next(n for n in range(tokens + 1, 2 * tokens + 1) if on_grid(n) == n)
+    assert total(auto.learner) <= limit
+    assert total(plan(next_larger).learner) > limit or tokens == MOST_TOKENS
+    assert "Micro-batches have up to" in format_plan(auto, config(learner={"max_tokens_per_micro_batch": "auto"}))
+
+
 def test_a_real_learner_allocates_what_was_planned(tmp_path: Path) -> None:
-    cfg = run_config(save_tiny(tmp_path / "model", "llama"), num_ranks=1)
+    cfg = run_config(save_tiny(tmp_path / "model", "llama"), num_ranks=1, max_tokens_per_micro_batch=64)
     with process_group(tmp_path / "store"):
         real = PolicyTrainer(cfg, device=torch.device("cpu"), backend=get_backend("cpu"))
         params = [p.to_local() if isinstance(p, DTensor) else p for p in real.model.parameters()]

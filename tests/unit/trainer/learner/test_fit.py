@@ -1,0 +1,85 @@
+"""How many tokens a micro-batch gets: devices whose memory grows along a line are played."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from trainer.config.schema import RunConfig
+from trainer.errors import LearnerError
+from trainer.learner.fit import MOST_TOKENS, SMALL, fitting_tokens, on_grid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Device:
+    """Takes `fixed` bytes and `per_token` more; beyond `fails_from` tokens it is out of memory."""
+
+    def __init__(self, *, fixed: int, per_token: int, fails_from: int = 1 << 30) -> None:
+        self._fixed, self._per_token, self._fails_from = fixed, per_token, fails_from
+        self.tried: list[int] = []
+
+    def peak_bytes(self, num_tokens: int) -> int:
+        self.tried.append(num_tokens)
+        if num_tokens >= self._fails_from:
+            raise torch.OutOfMemoryError
+        return self._fixed + self._per_token * num_tokens
+
+    def is_room(self, action: Callable[[], object]) -> bool:
+        try:
+            action()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def fit(self, *, limit: int, longest: int = 1024, earlier: int | None = None) -> int:
+        cfg = RunConfig()
+        cfg = replace(
+            cfg,
+            task=replace(cfg.task, max_prompt_tokens=longest // 2),
+            rollout=replace(cfg.rollout, max_response_tokens=longest - longest // 2),
+        )
+        given: dict[str, Any] = {"cfg": cfg, "earlier": earlier, "is_room": self.is_room}
+        return fitting_tokens(self.peak_bytes, limit_bytes=limit, **given)
+
+
+@pytest.mark.parametrize(
+    ("limit", "more", "expected"),
+    [
+        (1000 + 10 * 20000, {}, 16384),  # rounded down, so that a little more or less gives the same
+        (1000 + 10 * 24577, {}, 24576),
+        (1000 + 10 * 24575, {}, 16384),
+        (1 << 40, {}, MOST_TOKENS),
+        (1000 + 10 * 5000, {"longest": 5001}, 5001),  # the longest sequence must be trained
+        (1000 + 10 * 20000, {"earlier": 12288}, 12288),  # a resumed run repeats its numbers
+        (1000 + 10 * 20000, {"earlier": 19000}, 19000),
+        (1000 + 10 * 20000, {"earlier": 32768}, 16384),
+    ],
+)
+def test_tokens_fill_the_limit_and_are_rehearsed(limit: int, more: dict[str, Any], expected: int) -> None:
+    device = Device(fixed=1000, per_token=10)
+    assert device.fit(limit=limit, **more) == expected
+    assert device.tried == [*SMALL, expected]
+
+
+def test_what_does_not_fit_is_halved_once_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    device = Device(fixed=1000, per_token=10, fails_from=9000)
+    assert device.fit(limit=1000 + 10 * 16384) == 8192
+    assert "16384 tokens did not fit on the device; it is 8192 now" in caplog.text
+    device = Device(fixed=1000, per_token=10, fails_from=8000)
+    with pytest.raises(LearnerError, match=r"8192 tokens \(learner\.max_tokens_per_micro_batch\) does not fit"):
+        device.fit(limit=1000 + 10 * 16384)
+    with pytest.raises(LearnerError, match="4096 tokens"):
+        Device(fixed=1000, per_token=10, fails_from=3000).fit(limit=1 << 30)
+
+
+def test_grid_has_two_numbers_per_power_of_two() -> None:
+    assert [on_grid(n) for n in (0.2, 1, 2, 3, 4, 5.9, 6, 48000, 49152, 65535)] == [
+        1, 1, 2, 3, 4, 4, 6, 32768, 49152, 49152,
+    ]  # fmt: skip

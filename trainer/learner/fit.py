@@ -1,0 +1,187 @@
+"""How many tokens a micro-batch may have, found and tried before the first step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trainer.config.algorithm import loss_traits
+from trainer.config.rules import longest_sequence
+from trainer.data.batch import MicroBatch
+from trainer.errors import LearnerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainer.config.schema import RunConfig
+    from trainer.learner.policy import PolicyTrainer
+    from weight_sync.device.base import Backend
+
+
+KEY = "learner.max_tokens_per_micro_batch"
+TOKENS_ON_CPU = 16384
+MOST_TOKENS = 65536
+"""More make no matrix product faster, and a tensor of them may have more elements than 32 bits can count."""
+USABLE_SHARE, USABLE_SHARE_BESIDE_ENGINE = 0.92, 0.85
+"""Of a device, by torch and by the arenas of weight sync: the rest is for contexts, communication, and what torch's
+allocator cannot join; beside an engine that sleeps, also for what it keeps. A share of what the device has, not of what
+happens to be free: two runs of one configuration must choose the same number."""
+SMALL = (2048, 4096)
+"""Tokens of the two micro-batches from which memory per token is measured."""
+
+log = logging.getLogger(__name__)
+
+
+def on_grid(num_tokens: float) -> int:
+    """The largest of 1, 1.5, 2, 3, 4, 6, 8, ... that is no larger; measurements that differ a little give the same."""
+    power = 2 ** math.floor(math.log2(max(1.0, num_tokens)))
+    return power * 3 // 2 if power >= 2 and num_tokens >= power * 1.5 else power
+
+
+def usable_bytes(cfg: RunConfig, total_bytes: int) -> int:
+    """Of a learner's device."""
+    return int(total_bytes * (USABLE_SHARE_BESIDE_ENGINE if cfg.mode.shares_devices else USABLE_SHARE))
+
+
+def bounded(cfg: RunConfig, num_tokens: float) -> int:
+    """What `auto` makes of the tokens that there is room for: never less than the longest sequence."""
+    return max(longest_sequence(cfg), min(MOST_TOKENS, on_grid(num_tokens)))
+
+
+def fit_micro_batch(
+    learner: PolicyTrainer, cfg: RunConfig, backend: Backend, *, arena_bytes: int, earlier: int | None
+) -> int:
+    """Tokens per micro-batch, the same on every rank; tried in one rehearsal, except on a CPU that compiles nothing.
+    Collective.
+
+    Args:
+        arena_bytes: what weight sync will take of the device beside torch.
+        earlier: what the run had before it was resumed, which `auto` keeps if it fits.
+
+    Raises:
+        LearnerError: it does not fit.
+    """
+    asked, longest = cfg.learner.max_tokens_per_micro_batch, longest_sequence(cfg)
+
+    def rehearse(num_tokens: int) -> None:
+        learner.rehearse(largest_micro_batch(cfg, num_tokens))
+
+    if backend.torch_device == "cpu":
+        tokens = max(longest, TOKENS_ON_CPU) if asked == "auto" else asked
+        if cfg.learner.compile:
+            rehearse(tokens)
+        return tokens
+    if asked != "auto":
+        if not _is_room(lambda: rehearse(asked), backend):
+            raise _too_large(asked, "lower it")
+        return asked
+
+    def peak_bytes(num_tokens: int) -> int:
+        memory = torch.get_device_module(backend.torch_device)
+        memory.reset_peak_memory_stats()
+        rehearse(num_tokens)
+        return memory.max_memory_allocated()
+
+    limit = usable_bytes(cfg, backend.memory_info()[1]) - arena_bytes
+    return fitting_tokens(
+        peak_bytes, limit_bytes=limit, cfg=cfg, earlier=earlier, is_room=lambda one: _is_room(one, backend)
+    )
+
+
+def fitting_tokens(
+    peak_bytes: Callable[[int], int],
+    *,
+    limit_bytes: int,
+    cfg: RunConfig,
+    earlier: int | None,
+    is_room: Callable[[Callable[[], object]], bool],
+) -> int:
+    """What `auto` becomes on an accelerator. Memory grows with the tokens along a line, which two small micro-batches
+    show; the last rehearsal is of what was chosen, and one that does not fit is halved, once.
+
+    Args:
+        peak_bytes: rehearses a step of so many tokens; the most that it took.
+        is_room: whether what it calls ended without an error about memory, on all ranks.
+    """
+    peaks: list[int] = []
+    if not is_room(lambda: peaks.extend(map(peak_bytes, SMALL))):
+        raise _too_large(SMALL[1], "use more learner.num_ranks")
+    per_token = max(1.0, (peaks[1] - peaks[0]) / (SMALL[1] - SMALL[0]))
+    most = _least_of_ranks(SMALL[0] + (limit_bytes - peaks[0]) / per_token)
+    chosen = bounded(cfg, most)
+    if earlier is not None and earlier != chosen:
+        if earlier <= max(most, longest_sequence(cfg)):
+            chosen = earlier
+        else:
+            log.warning(
+                "%s was %d before, which no longer fits; it is %d now, and steps differ by rounding",
+                KEY,
+                earlier,
+                chosen,
+            )
+    if not is_room(lambda: peak_bytes(chosen)):
+        lower = max(longest_sequence(cfg), chosen // 2)
+        log.warning("%s=auto: %d tokens did not fit on the device; it is %d now", KEY, chosen, lower)
+        if lower == chosen or not is_room(lambda: peak_bytes(lower)):
+            raise _too_large(lower, "set it, down to the longest sequence, or use more learner.num_ranks")
+        chosen = lower
+    return chosen
+
+
+def _too_large(num_tokens: int, do: str) -> LearnerError:
+    return LearnerError(
+        f"a micro-batch of {num_tokens} tokens ({KEY}) does not fit on the learner's device; {do}, or set "
+        "learner.activation_checkpointing=true; python -m trainer --dry-run shows what takes the memory"
+    )
+
+
+def _is_room(action: Callable[[], object], backend: Backend) -> bool:
+    """Raises LearnerError where other ranks would wait for this one."""
+    try:
+        action()
+    except torch.OutOfMemoryError as error:
+        if dist.get_world_size() > 1:  # the others may be inside a collective
+            raise _too_large_on_a_rank(error) from error
+    else:
+        return True
+    backend.release_cached()  # outside: the error holds what was computed
+    return False
+
+
+def _too_large_on_a_rank(error: torch.OutOfMemoryError) -> LearnerError:
+    return LearnerError(f"the rehearsal of a step did not fit on this rank's device ({error}); lower {KEY}")
+
+
+def _least_of_ranks(value: float) -> float:
+    least = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return least.item()
+
+
+def largest_micro_batch(cfg: RunConfig, max_tokens: int) -> MicroBatch:
+    """As large as one can be: sequences of the longest prompt and response, the last one (or the only one) cut to what
+    is left. Its loss is 0."""
+    longest = min(longest_sequence(cfg), max_tokens)
+    prompt, num_tokens = cfg.task.max_prompt_tokens * longest // longest_sequence(cfg), max_tokens
+    starts = np.arange(0, num_tokens, longest)
+    if num_tokens - starts[-1] < 2:  # a sequence has a token to predict, and one to predict it from
+        starts, num_tokens = starts[:-1], int(starts[-1])
+    bounds = np.append(starts, num_tokens)
+    mask = np.arange(num_tokens) - np.repeat(starts, np.diff(bounds)) >= prompt
+    mask[-1] = True  # the sequence that is cut has a loss token, too
+    zeros = np.zeros(num_tokens, np.float32)
+    return MicroBatch(
+        cu_seqlens=bounds.astype(np.int32),
+        token_ids=np.zeros(num_tokens, np.int32),
+        loss_mask=mask,
+        behavior_logprobs=zeros,
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=zeros,
+        loss_weights=zeros,
+        cov_selected=np.zeros(num_tokens, np.bool_) if loss_traits(cfg.algorithm.loss).selects else None,
+    )
