@@ -39,6 +39,8 @@ class EngineSpec:
     devices: tuple[str, ...] = ()
     """Ids of the devices that it shares with others; empty for those that Ray gives it."""
     dtype: str = "bfloat16"
+    float32_head: bool = False
+    """Compute logits in float32, which not every vLLM can (`has_float32_head`)."""
     tensor_parallel_size: int = 1
     max_model_len: int = 4096
     max_num_seqs: int = 256

@@ -41,6 +41,8 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
         "stream_interval": spec.stream_interval,
         "disable_log_stats": True,
     }
+    if spec.float32_head:
+        args["hf_overrides"] = {"head_dtype": "float32"}
     if spec.sleep_level:
         args["enable_sleep_mode"] = True
     if spec.extension:

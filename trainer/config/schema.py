@@ -104,8 +104,12 @@ class LearnerConfig:
     max_tokens_per_micro_batch: PositiveInt | Literal["auto"] = "auto"
     """Packed tokens per micro-batch and rank. `auto` measures at the start how many fit on the device, at most 65,536
     and no fewer than the longest sequence has; on a CPU it is 16,384. A run that resumes keeps its number."""
-    logprob_chunk_size: PositiveInt = 1024
-    """Tokens whose logits exist at the same time."""
+    logprob_chunk_size: PositiveInt | None = None
+    """Tokens whose logits exist at the same time; null makes it 256 MiB of logits, whatever the vocabulary."""
+    fp32_head: Bool | None = None
+    """Float32 logits, in learner and engines alike: products of the output matrix are not rounded to
+    `model.compute_dtype` before the softmax. null does it where the engines can (CUDA or ROCm, a vLLM with
+    `head_dtype`), since one side alone is worse than none; false rounds on both sides, as engines without it do."""
     activation_checkpointing: Bool = False
     """Recompute each block in the backward."""
     compile: Bool = False

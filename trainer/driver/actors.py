@@ -39,7 +39,7 @@ from trainer.learner.group import LearnerGroup
 from trainer.remote import ACTOR_OUTPUT, EngineReplica, call, start_actor
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device import merge_env
-from weight_sync.vllm.compat import EXTENSION
+from weight_sync.vllm.compat import EXTENSION, has_float32_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -88,7 +88,8 @@ async def create_actors(
     """Create learner and engines, which begin to import their libraries; the model need not be there yet. Engines that
     share devices wait until Ray has assigned these to the learners; the returned placement has them."""
     # Chosen once, here: a learner's node might find another kind of device.
-    own = replace(for_actors(cfg), device=replace(cfg.device, name=backend.name))
+    learner_cfg = replace(cfg.learner, fp32_head=float32_head(cfg, backend))
+    own = replace(for_actors(cfg), device=replace(cfg.device, name=backend.name), learner=learner_cfg)
     ranks = [
         learner_actor()
         .options(**_options(cfg, backend, placement, role="learner", name=f"learner_{rank}"))
@@ -236,6 +237,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         trust_remote_code=cfg.model.trust_remote_code,
         device=backend.name,
         dtype=cfg.model.rollout_dtype,
+        float32_head=float32_head(cfg, backend),
         tensor_parallel_size=rollout.tensor_parallel_size,
         max_model_len=rollout.max_model_len if rollout.max_model_len else longest_sequence(cfg),
         max_num_seqs=rollout.max_num_seqs,
@@ -260,6 +262,14 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
             **backend.engine_args(rollout.engine_args),
         },
     )
+
+
+def float32_head(cfg: RunConfig, backend: Backend) -> bool:
+    """Whether learner and engines leave logits in float32. Both or neither: where both round, they mostly round to the
+    same number, and where one does, log-probs differ by percents."""
+    if cfg.learner.fp32_head is None:
+        return backend.capabilities().float32_products and has_float32_head()
+    return cfg.learner.fp32_head
 
 
 def why_engines_read_weights(cfg: RunConfig) -> str | None:

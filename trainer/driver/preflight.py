@@ -86,6 +86,7 @@ def preflight(cfg: RunConfig) -> PreflightResult:
         found.add(_sleep_problems(cfg, backend))
         found.add(_engine_args_problems(cfg, backend))
         placement = found.attempt(_placement, cfg, backend)
+    found.add(_float32_head_problems(cfg))
     found.add(_ray_address_problems(cfg))
     inputs, models, resumed = _check_inputs(cfg, found, backend)
     found.raise_if_any()
@@ -185,6 +186,14 @@ def _backend(cfg: RunConfig) -> Backend:
     if problems:
         raise ConfigurationError([Problem(key="device", value=backend.name, message=text) for text in problems])
     return backend
+
+
+def _float32_head_problems(cfg: RunConfig) -> Iterator[Problem]:
+    from weight_sync.vllm.compat import has_float32_head
+
+    if cfg.learner.fp32_head and not has_float32_head():
+        message = "the installed vLLM rounds its logits; with float32 ones in the learner alone log-probs would differ"
+        yield problem(cfg, "learner.fp32_head", message, "install a newer vLLM, or leave it null")
 
 
 def _engine_args_problems(cfg: RunConfig, backend: Backend) -> Iterator[Problem]:

@@ -34,6 +34,9 @@ PEAK_TFLOPS = (
     (r"\bMI3(00|25)X\b", 1307.0),
 )
 """Dense bfloat16, from the vendors' data sheets; the first pattern found in a device's name counts."""
+LOGITS_BYTES = 256 << 20
+"""Of the float32 logits that exist at one time: enough for full products, and with what is computed from them below
+1 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +113,11 @@ def head_dim(config: PreTrainedConfig) -> int:
     text = config.get_text_config()
     given = getattr(text, "head_dim", None)
     return int(text.hidden_size) // int(text.num_attention_heads) if given is None else int(given)
+
+
+def logits_chunk(vocab_size: int, given: int | None) -> int:
+    """Tokens whose logits exist at the same time; `given` is `learner.logprob_chunk_size`."""
+    return max(1, LOGITS_BYTES // (4 * vocab_size)) if given is None else given
 
 
 def peak_flops(device_name: str, *, compute_dtype: str, given_tflops: float | None) -> float | None:

@@ -24,7 +24,7 @@ from trainer.learner.fsdp import (
     parameter_places,
     shard_model,
 )
-from trainer.learner.logprobs import selected_logprobs
+from trainer.learner.logprobs import Head, selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
 from trainer.learner.packed_inputs import ATTENTION_NAME, PackedInputs, best_layout, register_packed_attention
 from trainer.learner.weights import (
@@ -223,9 +223,13 @@ class PolicyModel(RootModel):
         self._num_tokens = num_tokens
         self.hf = hf
         self.value_head = value_head
-        self._temperature = cfg.rollout.temperature
-        self._chunk_tokens = cfg.learner.logprob_chunk_size
-        self._entropy_has_grad = cfg.algorithm.entropy_coef > 0
+        self._head = Head(
+            temperature=cfg.rollout.temperature,
+            chunk_tokens=cfg.learner.logprob_chunk_size,
+            entropy_has_grad=cfg.algorithm.entropy_coef > 0,
+            float32=cfg.learner.fp32_head is not False,
+            compiled=cfg.learner.compile,
+        )
 
     def forward(self, inputs: PackedInputs) -> PolicyOutput:
         """Log-probs, entropy and values of the loss tokens."""
@@ -234,9 +238,7 @@ class PolicyModel(RootModel):
             hidden_LE,
             cast("nn.Linear", self.hf.get_output_embeddings()).weight[: self._num_tokens],
             inputs.target_L,
-            temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
-            entropy_has_grad=self._entropy_has_grad,
+            self._head,
         )
         values_L = None if self.value_head is None else self.value_head(hidden_LE)
         return PolicyOutput(logprobs_L, entropy_L, values_L)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from trainer.config.rules import longest_sequence
 from trainer.learner.fit import MOST_TOKENS, TOKENS_ON_CPU, bounded, usable_bytes
-from trainer.learner.flops import visited_params
+from trainer.learner.flops import logits_chunk, visited_params
 from trainer.learner.fsdp import UNSHARDED_SHARE
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import check_architecture, torch_dtype
@@ -318,7 +318,7 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
         _estimate("unsharded weights", unsharded * b, "model.compute_dtype=bfloat16"),
         _estimate("unsharded gradients", in_backward * (b + 4), "a smaller model"),
         _estimate("activations", activations, fewer),
-        _estimate("logits of a chunk", _logits_bytes(cfg, shape), SMALLER_CHUNK),
+        _estimate("logits of a chunk", _logits_bytes(cfg, shape, is_trained=True), SMALLER_CHUNK),
     )
 
 
@@ -330,7 +330,7 @@ def _scoring(cfg: RunConfig, shape: ModelShape) -> Items:
     return (
         _estimate("unsharded weights, reference", _gathered_params(shape) * b, smaller),
         _estimate("activations, reference", block, FEWER_TOKENS),
-        _estimate("logits of a chunk, reference", _logits_bytes(cfg, shape), SMALLER_CHUNK),
+        _estimate("logits of a chunk, reference", _logits_bytes(cfg, shape, is_trained=False), SMALLER_CHUNK),
     )
 
 
@@ -340,10 +340,16 @@ def _gathered_params(shape: ModelShape) -> int:
     return min(shape.num_params, shape.num_root_params + blocks)
 
 
-def _logits_bytes(cfg: RunConfig, shape: ModelShape) -> int:
-    """Of one chunk, in float32: logits, probabilities and the gradient."""
-    tokens = min(cfg.learner.logprob_chunk_size, _tokens(cfg))
-    return 3 * 4 * tokens * shape.vocab_size
+def _logits_bytes(cfg: RunConfig, shape: ModelShape, *, is_trained: bool) -> int:
+    """Of the output matrix, which is in the forward twice the float32 logits of a chunk, and in the backward those and
+    their gradient in the compute dtype, beside the sum of the hidden states' gradient in float32."""
+    num_tokens = _tokens(cfg)
+    logits = 4 * shape.vocab_size * min(logits_chunk(shape.vocab_size, cfg.learner.logprob_chunk_size), num_tokens)
+    if not is_trained:
+        return 2 * logits
+    factors = logits if cfg.algorithm.entropy_coef > 0 else 0
+    gradient = logits // 4 * DTYPE_BYTES[cfg.model.compute_dtype] + 4 * num_tokens * shape.hidden_size
+    return logits + max(logits, factors + gradient)
 
 
 def _share(cfg: RunConfig, nbytes: int) -> int:

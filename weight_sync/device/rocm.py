@@ -51,7 +51,8 @@ class RocmBackend(CudaLikeBackend):
     def capabilities(self) -> Capabilities:
         # A driver whose torch is for something else does not know what its nodes have.
         sleeps = torch.version.hip is None or _version(torch.version.hip) >= _SLEEP_MODE_SINCE
-        return Capabilities(ipc=os.environ.get(_LEGACY_IPC) != "1", sleep_mode=sleeps, engine_forks=False)
+        ipc = os.environ.get(_LEGACY_IPC) != "1"
+        return Capabilities(ipc=ipc, sleep_mode=sleeps, engine_forks=False, float32_products=True)
 
     def device_identity(self) -> str:
         # torch's UUIDs of a device differ between processes.

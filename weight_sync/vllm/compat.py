@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from weight_sync.device.select import FIRST_VLLM, INSTALL
@@ -101,6 +103,16 @@ def start_engines_in(context: Any | None) -> None:
 def installed_version() -> str | None:
     """Version of the distribution that provides `vllm`; None if there is none. Does not import it."""
     return next((version for name in DISTRIBUTIONS if (version := _version_of(name)) is not None), None)
+
+
+def has_float32_head() -> bool:
+    """Whether the installed vLLM computes the logits of a generation model in float32 if its config says
+    `head_dtype=float32`; older ones take the field and do not. Does not import it."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return False
+    head = Path(found.origin).parent / "model_executor" / "layers" / "logits_processor.py"
+    return head.is_file() and "head_dtype" in head.read_text()
 
 
 def _version_of(distribution: str) -> str | None:

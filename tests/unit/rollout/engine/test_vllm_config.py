@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_config import (
@@ -20,6 +21,7 @@ from rollout.engine.vllm_config import (
     known_end_tokens,
     process_env,
 )
+from weight_sync.vllm.compat import has_float32_head
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,15 +102,18 @@ def test_token_ids_are_integers_of_the_vocabulary_and_the_furthest_other_is_name
         check_token_ids(token_ids, 10)
 
 
-def test_a_step_holds_a_token_of_every_sequence_or_what_the_user_says(tmp_path: Path) -> None:
+def test_vllm_understands_what_a_spec_says(tmp_path: Path) -> None:
     """A configuration is all that is read of the model."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "float32", "vocab_size": 128}
     lengths = {"num_key_value_heads": 2, "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps({**model, **sizes, **lengths}))
 
+    def spec_of(**changes: Any) -> EngineSpec:
+        return EngineSpec(model=str(tmp_path), enforce_eager=True, kv_cache_gib=0.125, **changes)
+
     def step_tokens(**changes: Any) -> int:
-        spec = EngineSpec(model=str(tmp_path), dtype="float32", enforce_eager=True, kv_cache_gib=0.125, **changes)
+        spec = spec_of(dtype="float32", **changes)
         config = engine_config(spec).scheduler_config
         assert config.max_num_seqs == spec.max_num_seqs
         return config.max_num_batched_tokens
@@ -118,6 +123,8 @@ def test_a_step_holds_a_token_of_every_sequence_or_what_the_user_says(tmp_path: 
         assert step_tokens() == 2048
         assert step_tokens(max_num_seqs=3000) == 3000
         assert step_tokens(engine_args={"max_num_batched_tokens": 512}) == 512
+        assert has_float32_head() and engine_config(spec_of(float32_head=True)).model_config.head_dtype == torch.float32
+        assert engine_config(spec_of()).model_config.head_dtype == torch.bfloat16
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -54,6 +54,21 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize(("device", "vllm_can"), [("cuda", True), ("cuda", False), ("cpu", True)])
+async def test_learner_and_engines_round_logits_both_or_not_at_all(
+    asked: bool | None, device: str, vllm_can: bool, made: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compose, "has_float32_head", lambda: vllm_can)
+    cfg = load_config([])
+    cfg = replace(cfg, learner=replace(cfg.learner, fp32_head=asked))
+    placement = plan_placement(cfg, resource=None)
+    await compose.create_actors(cfg, placement, build(device), version=0)
+    expected = device == "cuda" and vllm_can if asked is None else asked
+    assert {learner_cfg.learner.fp32_head for (learner_cfg,) in made["learner"]} == {expected}
+    assert {spec.float32_head for (spec,) in made["engine"]} == {expected}
+
+
 def without_learner(**engines: Any) -> Any:
     return Actors(learner=cast("Any", None), engines=engines, workers=[])
 

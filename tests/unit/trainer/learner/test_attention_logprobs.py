@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import KINDS, pack, save_tiny, sequences
 from trainer.errors import ModelError
-from trainer.learner.logprobs import selected_logprobs
+from trainer.learner.logprobs import Head, selected_logprobs
 from trainer.learner.packed_inputs import (
     ATTENTION_NAME,
     BLOCK_GROWTH,
@@ -130,37 +130,47 @@ def _reference(
 @pytest.mark.parametrize("of_entropy", [0.0, 1.0])
 def test_chunks_equal_the_full_softmax_with_gradients(temperature: float, chunk_tokens: int, of_entropy: float) -> None:
     generator = torch.Generator().manual_seed(3)
-    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (11, 19))
-    target, direction = torch.randint(0, 19, (11,), generator=generator), torch.randn(2, 11, generator=generator)
+    hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (11, 300))
+    target, direction = torch.randint(0, 300, (11,), generator=generator), torch.randn(2, 11, generator=generator)
     direction[1] *= of_entropy
     results = []
     for chunked in (True, False):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if chunked:
-            keys = {"temperature": temperature, "chunk_tokens": chunk_tokens}
-            both = selected_logprobs(h, w, target, **keys, entropy_has_grad=bool(of_entropy))
+            head = Head(temperature=temperature, chunk_tokens=chunk_tokens, entropy_has_grad=bool(of_entropy))
+            both = selected_logprobs(h, w, target, head)
         else:
             both = _reference(h, w, target, temperature)
         (torch.stack(both) * direction).sum().backward()
         results.append((*both, h.grad, w.grad))
     for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_bfloat16_products_are_reduced_in_float32() -> None:
+@pytest.mark.parametrize("float32", [True, False])
+def test_logits_of_bfloat16_products_are_rounded_only_where_engines_round_them(float32: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 16, generator=generator).bfloat16() for n in (5, 3000))
+    hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (5, 3000))
     target = torch.arange(5)
-    logp, entropy = selected_logprobs(hidden, weight, target, temperature=1.0, chunk_tokens=2)
-    logits = (hidden @ weight.T).double()
+    logp, entropy = selected_logprobs(hidden, weight, target, Head(chunk_tokens=2, float32=float32))
+    logits = hidden.double() @ weight.double().T if float32 else (hidden @ weight.T).double()
     expected = torch.log_softmax(logits, -1)
     torch.testing.assert_close(logp.double(), expected[torch.arange(5), target], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-5)
 
 
+def test_a_likely_token_keeps_its_small_gradient_in_bfloat16() -> None:
+    hidden, weight = torch.eye(2).bfloat16().requires_grad_(), (8 * torch.eye(2)).bfloat16().requires_grad_()
+    logp, _ = selected_logprobs(hidden, weight, torch.arange(2), Head())
+    logp.sum().backward()
+    assert hidden.grad is not None
+    # 8 (1 - p) of a probability that bfloat16 takes for 1
+    torch.testing.assert_close(hidden.grad[0, 0].item(), 8 / (1 + np.exp(8)), rtol=0.01, atol=0.0)
+
+
 def test_no_loss_token_still_joins_the_graph() -> None:
     hidden, weight = torch.zeros(0, 8, requires_grad=True), torch.ones(5, 8, requires_grad=True)
-    logp, _ = selected_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), temperature=1.0, chunk_tokens=4)
+    logp, _ = selected_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), Head())
     logp.sum().backward()
     assert weight.grad is not None and weight.grad.eq(0).all()
 
@@ -180,16 +190,19 @@ class Shapes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_a_frozen_output_matrix_costs_no_gradient(is_trained: bool) -> None:
+def test_no_more_logits_exist_than_those_of_a_chunk_and_a_frozen_output_matrix_costs_no_gradient(
+    is_trained: bool,
+) -> None:
     generator = torch.Generator().manual_seed(2)
-    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (11, 19))
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (64, 2048))
     grads = []
     for trained in (True, is_trained):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained)
-        logp, _ = selected_logprobs(h, w, torch.arange(11), temperature=0.6, chunk_tokens=4)
         with Shapes() as shapes:
+            logp, _ = selected_logprobs(h, w, torch.arange(64), Head(temperature=0.6, chunk_tokens=4))
             logp.sum().backward()
-        assert ((19, 8) in shapes.seen) is trained
+        assert ((2048, 8) in shapes.seen) is trained
         assert (w.grad is not None) is trained
+        assert max(np.prod(shape) for shape in shapes.seen) <= 2048 * 8 < 64 * 2048
         grads.append(h.grad)
     assert grads[0].equal(grads[1])

@@ -123,7 +123,7 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
     "a rank has 16 bytes per parameter over the ranks": ({}, {}, {
         "masters (float32)": NUM_7B, "moments (AdamW)": 2 * NUM_7B, "gradients (float32)": NUM_7B,
         "arenas of weight sync (2 slots)": NUM_7B, "unsharded weights": GATHERED["7B"],
-        "logits of a chunk": 3 * 4 * 1024 * 152064, "weights": 2 * NUM_7B, "host: reference": None}),
+        "logits of a chunk": 6 * 441 * 152064 + 4 * TOKENS * 3584, "weights": 2 * NUM_7B, "host: reference": None}),
     "a model that is small compared with the device stays whole": (
         {}, {"device": BIG._replace(total_bytes=1000 * GIB)}, {"unsharded weights": 2 * NUM_7B}),
     "a reference is a model in the compute dtype": (kl(), {}, {"reference": 2 * NUM_7B // 4}),
@@ -152,7 +152,7 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
     "a larger one needs more": ({}, {"critic": "32B"}, {
         "unsharded weights, critic": 2 * (CRITIC_ROOT + 2 * LARGE.num_block_params),
         "unsharded gradients, critic": 6 * (CRITIC_ROOT + LARGE.num_block_params),
-        "logits of a chunk, critic": 3 * 4 * 1024, "activations": None}),
+        "logits of a chunk, critic": (6 + 4 * 5120) * TOKENS, "activations": None}),
     "a larger teacher needs its share, its pass and its unsharded weights": (kl("some/teacher"), TEACHER, {
         "reference": 2 * LARGE.num_params // 4, "unsharded weights": GATHERED["7B"],
         "passes": 4 + LARGE.num_active_params / P.num_active_params}),
