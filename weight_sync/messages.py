@@ -149,7 +149,7 @@ class ReceiverInfo(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     plan_root: str
     commit: Literal["staged", "inplace"]
-    shadow_bytes: int
+    staging_bytes: int
     pull_bytes: int
     address: PeerAddress
     """Of the worker's own control thread."""
@@ -376,16 +376,16 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """How a successor reads what a receiver holds in its shadow: one slot."""
+    """How a successor reads what a receiver holds in its staging buffer: one slot."""
 
     owner: str
     """Name for messages, "replica/worker"."""
     node: str
     address: PeerAddress
     arenas: tuple[ArenaHandle, ...]
-    """The shadow by every way it can be read, best first."""
+    """The staging buffer by every way it can be read, best first."""
     layout: str
-    """Equal for two receivers exactly if their shadows are laid out alike."""
+    """Equal for two receivers exactly if their staging buffers are laid out alike."""
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
@@ -455,8 +455,8 @@ class Linked(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="li
 
 
 class AwaitRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="await"):
-    """From a successor: answer once more than `position` bytes of this source's part of your shadow hold the version;
-    at once if `position` is negative. Refused if they will not, or not any more."""
+    """From a successor: answer once more than `position` bytes of this source's part of your staging buffer hold the
+    version; at once if `position` is negative. Refused if they will not, or not any more."""
 
     version: int
     rank: int
@@ -465,7 +465,7 @@ class AwaitRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
 class Available(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="available"):
     position: int
-    """Bytes of the source's part of the shadow, from its start, that hold the version and may be read."""
+    """Bytes of the source's part of the staging buffer, from its start, that hold the version and may be read."""
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):

@@ -15,10 +15,10 @@ from tests.fakes.processes import Child
 from weight_sync.channel import ControlClient, ControlServer
 from weight_sync.device.select import get_backend
 from weight_sync.messages import LinkRequest, RelayHandle, RunKeys, decode, encode
-from weight_sync.plan.routes import Party, Stage, plan_routes
+from weight_sync.plan.routes import Peer, Stage, plan_routes
 from weight_sync.plan.types import PullPlan, Run
 from weight_sync.receive.relay import Patience, Relay
-from weight_sync.receive.staging import shadow_plan
+from weight_sync.receive.staging import staging_layout
 from weight_sync.transports.base import Piece
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def nothing() -> None:
 
 
 class Worker:
-    """A shadow block laid out by `shadow_plan`, with `NUM_PIECES` pieces of each of two sources, and its relay. Reading
+    """A staging buffer laid out by `staging_layout`, with `NUM_PIECES` pieces of each of two sources, and its relay.
+    Reading
     from a learner is filling in."""
 
     def __init__(
@@ -58,7 +59,7 @@ class Worker:
         runs = [
             Run(src_rank=r, src_off=o, dst_param="w", dst_off=0, nbytes=piece_bytes - 7 * (r == 5)) for r, o in places
         ]
-        plan = shadow_plan(PullPlan.of(0, runs))
+        plan = staging_layout(PullPlan.of(0, runs))
         self.block = self.backend.alloc_persistent(plan.nbytes)
         placed = list(zip(runs, plan.run_offsets, strict=True))
         self.pieces: dict[int, Sequence[Piece]] = {
@@ -201,7 +202,7 @@ class RelayProcess(Child):
 
 def link_ring(ring: Mapping[str, RelayProcess]) -> None:
     """As the coordinator links them, with their learners on another node."""
-    parties = [Party(name=f"{name}/0", worker=0, node=member.node) for name, member in ring.items()]
+    parties = [Peer(name=f"{name}/0", worker=0, node=member.node) for name, member in ring.items()]
     routes = plan_routes(dict.fromkeys(SOURCES, "learners"), parties, {0: SOURCES}, relay="auto")
     handles = {f"{name}/0": member.handle() for name, member in ring.items()}
     for name, member in ring.items():

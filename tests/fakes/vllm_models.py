@@ -40,7 +40,7 @@ from weight_sync.plan.types import ParamMeta, RankShards
 from weight_sync.publish.shards import local_shards
 from weight_sync.receive.quantized import Reloads
 from weight_sync.receive.recorder import record, record_layout
-from weight_sync.receive.staging import Landing, build_landing, parameter_bytes
+from weight_sync.receive.staging import Targets, build_targets, parameter_bytes
 from weight_sync.vllm.cpu import keep_weights_addressable
 from weight_sync.vllm.reload import layerwise_reloader
 
@@ -360,10 +360,10 @@ class DerivedWorker:
             report["refused_without"] = str(error)
         return {**report, "worker": self.rank, "shard_bytes": self.shard_bytes}
 
-    def open(self, plan: Plan, commit: CommitMode) -> Landing:
+    def open(self, plan: Plan, commit: CommitMode) -> Targets:
         reloads = Reloads(self.model, self.reloader, self.recorded.reloaded)
         views = parameter_bytes(self.model)
-        return build_landing(plan.pull[self.rank], views, CpuBackend(), commit=commit, reloads=reloads)
+        return build_targets(plan.pull[self.rank], views, CpuBackend(), commit=commit, reloads=reloads)
 
     def compared(self) -> dict[str, object]:
         """With one that loaded `new`."""
@@ -388,25 +388,25 @@ def sync_derived(workers: Sequence[DerivedWorker], folder: Path, commit: CommitM
     def sync(full: Tensors) -> None:
         """What learner ranks pack, what a transport moves, what a receiver commits."""
         arenas = pack(plan, {rank: held_by(full, rows_of(params, rank, 3)) for rank in range(3)})
-        for landing in landings:
-            for rank, pieces in landing.pieces.items():
+        for targets in landings:
+            for rank, pieces in targets.pieces.items():
                 for piece in pieces:
                     piece.dst.copy_(arenas[rank][piece.src_off : piece.src_off + piece.dst.numel()])
-            for target, arrived in landing.moves:
+            for target, arrived in targets.moves:
                 target.copy_(arrived)
-            assert landing.fallback is not None
-            landing.fallback.reload()
+            assert targets.derived is not None
+            targets.derived.reload()
 
     sync(new)
     sync(new)
-    for worker, landing, report in zip(workers, landings, reports, strict=True):
-        assert landing.fallback is not None
-        report.update(worker.compared(), verified=landing.fallback.verify(), commit=commit)
+    for worker, targets, report in zip(workers, landings, reports, strict=True):
+        assert targets.derived is not None
+        report.update(worker.compared(), verified=targets.derived.verify(), commit=commit)
         report["pulled_bytes"] = plan.pull[worker.rank].nbytes
     sync(old)
-    for worker, landing, report in zip(workers, landings, reports, strict=True):
+    for worker, targets, report in zip(workers, landings, reports, strict=True):
         yield {**report, "back": worker.is_as_before()}
-        landing.close()
+        targets.close()
 
 
 def _outputs(model: Any) -> Tensors:

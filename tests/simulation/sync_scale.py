@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from weight_sync.plan.routes import Party, RelayMode, plan_routes
+from weight_sync.plan.routes import Peer, RelayMode, plan_routes
 
 GB = 1e9
 
@@ -48,11 +48,11 @@ def count(cluster: Cluster, relay: RelayMode) -> Costs:
     share_gb = cluster.model_gb / cluster.num_workers / cluster.num_learners
     on_one_node = cluster.num_learners + cluster.num_replicas * cluster.num_workers <= 8
     nodes = {f"learner{rank}": f"l{rank // 8}" for rank in range(cluster.num_learners)}
-    parties: list[Party] = []
+    parties: list[Peer] = []
     for replica in range(cluster.num_replicas):
         for worker in range(cluster.num_workers):
             node = "l0" if on_one_node else f"e{(replica * cluster.num_workers + worker) // 8}"
-            parties.append(Party(name=f"r{replica}/{worker}", worker=worker, node=node))
+            parties.append(Peer(name=f"r{replica}/{worker}", worker=worker, node=node))
             nodes[parties[-1].name] = node
     learners = {rank: nodes[f"learner{rank}"] for rank in range(cluster.num_learners)}
     sources = dict.fromkeys(range(cluster.num_workers), range(cluster.num_learners))

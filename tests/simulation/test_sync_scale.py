@@ -31,7 +31,7 @@ from weight_sync.messages import (
     decode,
     encode,
 )
-from weight_sync.plan.routes import RING_SIZE, Party, plan_routes
+from weight_sync.plan.routes import RING_SIZE, Peer, plan_routes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,7 +148,7 @@ async def test_a_version_costs_the_driver_one_socket_and_two_messages_per_worker
             decode(each, PeerAddress) for host in hosts for each in host.ask("see_addresses", timeout_s=DEADLINE_S)
         ]
         addresses = dict(zip(names, found, strict=True))
-        parties = [Party(name=n, worker=int(n.rpartition("/")[2]), node=n.rpartition("/")[0]) for n in names]
+        parties = [Peer(name=n, worker=int(n.rpartition("/")[2]), node=n.rpartition("/")[0]) for n in names]
         routes = plan_routes(
             {rank: f"l{rank // 8}" for rank in range(num_learners)},
             parties,

@@ -37,7 +37,7 @@ _OBJECTIVE = f"{_CORRECTION}.objective"
 _LIMITS = ("task.max_prompt_tokens", "rollout.max_response_tokens")
 _COLOCATED: Mapping[str, tuple[object, str]] = {
     "mode.in_flight": ("abort", "a sleeping engine has no cache, so its requests are returned and continue afterwards"),
-    "weight_sync.commit": ("inplace", "nothing is generated while a version moves, so a shadow copy gains nothing"),
+    "weight_sync.commit": ("inplace", "nothing is generated while a version moves, so a staging buffer gains nothing"),
     "weight_sync.num_slots": (1, "the next version is packed when the last one is live, so a second slot stays empty"),
 }
 """Keys that have one useful value where devices are shared."""

@@ -450,7 +450,7 @@ class WeightSyncConfig:
     """Whether engines forward a version to each other where that saves traffic. Needs staged commits."""
     commit: Literal["auto", "staged", "inplace"] = "auto"
     """`staged` pulls during generation and pauses it for a local copy; `inplace` pulls while generation is paused and
-    needs no memory; `auto` takes `staged` when the shadow copy fits."""
+    needs no memory; `auto` takes `staged` when the staging buffer fits."""
     num_slots: Annotated[Int, Ge(1), Le(4)] = 2
     """Arena slots per learner rank."""
     timeout_s: PositiveFloat = 120.0

@@ -14,7 +14,7 @@ from trainer.learner.flops import logits_chunk, visited_params
 from trainer.learner.fsdp import UNSHARDED_SHARE
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import check_architecture, torch_dtype
-from weight_sync.receive.staging import SHADOW_HEADROOM
+from weight_sync.receive.staging import STAGING_HEADROOM
 from weight_sync.transports.base import PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ class EngineMemory:
 
     items: Items
     is_staged: bool
-    shadow_fits: bool
+    staging_fits: bool
     kv_bytes: int
     """Room for the cache; negative if not even the weights fit."""
     kv_tokens: int
@@ -400,10 +400,10 @@ def workspace_bytes(device: Device) -> int:
 
 
 def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMemory:
-    """The engine takes its share of the device; the shadow of a staged commit must fit into the rest."""
+    """The engine takes its share of the device; the staging buffer of a staged commit must fit into the rest."""
     rollout, commit = cfg.rollout, cfg.weight_sync.commit
     tp, b = rollout.tensor_parallel_size, DTYPE_BYTES[cfg.model.rollout_dtype]
-    weights, shadow = -(-shape.num_params * b // tp), -(-shape.num_trained_params * b // tp)
+    weights, buffer = -(-shape.num_params * b // tp), -(-shape.num_trained_params * b // tp)
     if device.is_shared:  # the cache has its own size
         workspace, kv_bytes = 0, int(rollout.kv_cache_gib * GIB)
         free = device.total_bytes - weights - kv_bytes
@@ -411,7 +411,7 @@ def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMe
         own_bytes, workspace = int(rollout.gpu_memory_utilization * device.total_bytes), workspace_bytes(device)
         kv_bytes = own_bytes - weights - workspace
         free = device.total_bytes - own_bytes
-    fits = shadow <= (SHADOW_HEADROOM * free if commit == "auto" else free)
+    fits = buffer <= (STAGING_HEADROOM * free if commit == "auto" else free)
     is_staged = commit == "staged" or (commit == "auto" and fits)
     items = [
         MemoryItem("weights", weights, "rollout.tensor_parallel_size: more devices per engine"),
@@ -420,13 +420,13 @@ def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMe
     ]
     if is_staged:
         hint = "weight_sync.commit=inplace, or a lower rollout.gpu_memory_utilization"
-        items.append(MemoryItem("shadow of a staged commit", shadow, hint))
+        items.append(MemoryItem("staging buffer of a staged commit", buffer, hint))
     per_token = shape.kv_bytes_per_token(tensor_parallel_size=tp, dtype_bytes=b)
     longest = cfg.task.max_prompt_tokens + rollout.max_response_tokens
     return EngineMemory(
         items=tuple(items),
         is_staged=is_staged,
-        shadow_fits=fits,
+        staging_fits=fits,
         kv_bytes=kv_bytes,
         kv_tokens=max(0, kv_bytes) // per_token,
         max_kv_tokens=max(0, kv_bytes + workspace // 2) // per_token,

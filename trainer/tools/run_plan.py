@@ -29,7 +29,7 @@ from trainer.tools.memory_plan import (
     total,
     with_tokens,
 )
-from weight_sync.plan.routes import Party, plan_routes
+from weight_sync.plan.routes import Peer, plan_routes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -210,7 +210,7 @@ def sync_traffic(
         return "" if node_of is None else node_of[name]
 
     parties = [
-        Party(name=f"{replica}/{worker}", worker=worker, node=node(f"replica_{replica}"))
+        Peer(name=f"{replica}/{worker}", worker=worker, node=node(f"replica_{replica}"))
         for replica in range(cfg.rollout.num_replicas)
         for worker in range(tp)
     ]
@@ -218,7 +218,7 @@ def sync_traffic(
         {rank: node(f"learner_{rank}") for rank in range(num_ranks)},
         parties,
         dict.fromkeys(range(tp), range(num_ranks)),
-        relay=cfg.weight_sync.relay if is_staged else "off",  # only shadow blocks are relayed
+        relay=cfg.weight_sync.relay if is_staged else "off",  # only staging buffers are relayed
     )
     stages = [stage for route in routes.values() for stage in route.stages]
     readers = Counter(rank for stage in stages if not stage.via for rank in stage.ranks)
@@ -322,7 +322,7 @@ def _too_large(where: str, items: Items, total_bytes: int) -> list[Problem]:
 
 def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     engine, device, share = plan.engine, plan.device, cfg.rollout.gpu_memory_utilization
-    weights, shadow, longest = engine.items[0], engine.items[-1], engine.longest_tokens
+    weights, buffer, longest = engine.items[0], engine.items[-1], engine.longest_tokens
     utilization = "rollout.gpu_memory_utilization"
     own_bytes, rest_bytes = int(share * device.total_bytes), int((1 - share) * device.total_bytes)
     is_sure = not engine.uncounted
@@ -342,11 +342,11 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
             "lower it: the learner's context and arena stay while it is away",
         ),
         (
-            is_sure and not device.is_shared and cfg.weight_sync.commit == "staged" and not engine.shadow_fits,
+            is_sure and not device.is_shared and cfg.weight_sync.commit == "staged" and not engine.staging_fits,
             "weight_sync.commit",
-            f"staged: {gib(shadow.nbytes)} of shadow per engine device",
+            f"staged: {gib(buffer.nbytes)} of staging buffer per engine device",
             f"only {gib(rest_bytes)} are left",
-            shadow.hint,
+            buffer.hint,
         ),
     )
     return [

@@ -38,9 +38,9 @@ from weight_sync.messages import (
 )
 from weight_sync.plan.agreement import SharedPlan, share
 from weight_sync.plan.planner import build_plan
-from weight_sync.plan.routes import Party, RelayMode, plan_routes
+from weight_sync.plan.routes import Peer, RelayMode, plan_routes
 from weight_sync.plan.types import RankShards
-from weight_sync.receive.staging import shadow_plan
+from weight_sync.receive.staging import staging_layout
 from weight_sync.transports.base import arena_bytes
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ def _link_requests(
     """What each worker of each member is told, in their order."""
     parties = {
         name: [
-            Party(name=f"{name}/{info.worker}", worker=info.worker, node=info.node, relays=info.relay is not None)
+            Peer(name=f"{name}/{info.worker}", worker=info.worker, node=info.node, relays=info.relay is not None)
             for info in workers
         ]
         for name, workers in members.items()
@@ -342,8 +342,8 @@ def _check_and_log(info: ReceiverInfo, replica: str, plan: SharedPlan) -> None:
         raise PlanMismatch(f"{replica}/{info.worker} agreed to another plan: {info.plan_root[:12]}")
     ways = ", ".join(f"learner {rank} by {how}" for rank, how in sorted(info.transports.items()))
     log.info(
-        "%s/%d: %s; %s; %.1f MB per version, shadow %.1f MB",
-        replica, info.worker, info.commit, ways, info.pull_bytes / 1e6, info.shadow_bytes / 1e6,
+        "%s/%d: %s; %s; %.1f MB per version, staging buffer %.1f MB",
+        replica, info.worker, info.commit, ways, info.pull_bytes / 1e6, info.staging_bytes / 1e6,
     )  # fmt: skip
     for reason in info.reasons:
         log.warning("%s/%d does not read %s", replica, info.worker, reason)
@@ -373,13 +373,14 @@ def _memory_lines(plan: Plan, options: SyncOptions) -> list[str]:
     ]
     match options.commit:
         case "inplace":
-            return [f"memory of learners: {'; '.join(arenas)}", "memory of engines: no shadow, commits are in place"]
+            none = "memory of engines: no staging buffer, commits are in place"
+            return [f"memory of learners: {'; '.join(arenas)}", none]
         case "staged" | "auto":
-            shadows = [f"worker {pull.worker} {_size(shadow_plan(pull).nbytes)}" for pull in plan.pull]
+            buffers = [f"worker {pull.worker} {_size(staging_layout(pull).nbytes)}" for pull in plan.pull]
             note = "" if options.commit == "staged" else ", if it fits into what is free then"
             return [
                 f"memory of learners: {'; '.join(arenas)}",
-                f"memory of engines, shadow in each replica{note}: {'; '.join(shadows)}",
+                f"memory of engines, staging buffer in each replica{note}: {'; '.join(buffers)}",
             ]
 
 

@@ -15,7 +15,7 @@ What that promises (tests/unit prove it):
 - Traffic between nodes is spread over the receivers of a node: each group enters it at the next one.
 - Nobody waits in a circle: a receiver pulls the sources by their distance from the learner, so in every pull it waits
   for one at a smaller distance.
-- The second predecessor of a receiver is its predecessor's. Who is lost is passed by; after two the learner is read.
+- The second predecessor of a receiver is its predecessor's. Who is lost is skipped; after two the learner is read.
 
 A source is read from its learner by everyone on the learner's own node, unless together they want more of it than one
 receiver can take.
@@ -58,7 +58,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Receivers that some stage asks."""
 
 
-class Party(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Peer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A worker of a replica."""
 
     name: str
@@ -74,7 +74,7 @@ class Party(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 def plan_routes(
     publishers: Mapping[int, str],
-    receivers: Sequence[Party],
+    receivers: Sequence[Peer],
     sources: Mapping[int, Sequence[int]],
     *,
     relay: RelayMode,
@@ -89,7 +89,7 @@ def plan_routes(
     Raises:
         ValueError: two receivers with one name, a worker index without sources, or a source that nobody publishes.
 
-    Example: `plan_routes({0: "x"}, [Party(name="A/0", worker=0, node="y"), Party(name="B/0", worker=0, node="y")],
+    Example: `plan_routes({0: "x"}, [Peer(name="A/0", worker=0, node="y"), Peer(name="B/0", worker=0, node="y")],
     {0: [0]}, relay="auto")` lets A/0 read learner 0 and B/0 read A/0.
     """
     teams = _by(receivers, lambda party: party.worker)
@@ -124,7 +124,7 @@ def _by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 def _check(
     publishers: Mapping[int, str],
-    receivers: Sequence[Party],
+    receivers: Sequence[Peer],
     sources: Mapping[int, Sequence[int]],
     ranks_of: Mapping[int, Sequence[int]],
 ) -> None:
@@ -137,7 +137,7 @@ def _check(
 
 
 def _direct(
-    publishers: Mapping[int, str], receivers: Sequence[Party], ranks_of: Mapping[int, Sequence[int]]
+    publishers: Mapping[int, str], receivers: Sequence[Peer], ranks_of: Mapping[int, Sequence[int]]
 ) -> dict[str, set[int]]:
     """Node -> its own learners from which its receivers together read no more than one receiver's whole pull."""
     crowds = Counter((party.node, party.worker) for party in receivers)
@@ -150,11 +150,11 @@ def _direct(
     return {node: {rank for rank in near if load[rank] <= 1 + 1e-9} for node, near in residents.items()}
 
 
-def _rings(nodes: Sequence[list[Party]]) -> Iterator[list[list[Party]]]:
+def _rings(nodes: Sequence[list[Peer]]) -> Iterator[list[list[Peer]]]:
     """Rings of at most `RING_SIZE`, of about equal size; only a node that is larger is cut."""
     num_receivers = sum(map(len, nodes))
     target = -(-num_receivers // max(1, -(-num_receivers // RING_SIZE)))
-    ring: list[list[Party]] = []
+    ring: list[list[Peer]] = []
     size = 0
     for node in nodes:
         for start in range(0, len(node), RING_SIZE):
@@ -194,7 +194,7 @@ def _turned(ranks: Sequence[int], turn: int) -> tuple[int, ...]:
 
 
 def _walk(
-    ring: Sequence[Sequence[Party]], ranks: Sequence[int], *, num_groups: int, direct: Mapping[str, set[int]]
+    ring: Sequence[Sequence[Peer]], ranks: Sequence[int], *, num_groups: int, direct: Mapping[str, set[int]]
 ) -> Iterator[tuple[str, Route]]:
     """Routes of one ring, given node by node."""
     members = [party for node in ring for party in node]

@@ -197,8 +197,8 @@ class WeightReceiver:
         return ReceiverInfo(
             worker=self._worker,
             plan_root=epoch.plan_root,
-            commit="staged" if epoch.landing.is_staged else "inplace",
-            shadow_bytes=0 if epoch.landing.shadow is None else epoch.landing.shadow.nbytes,
+            commit="staged" if epoch.targets.is_staged else "inplace",
+            staging_bytes=0 if epoch.targets.buffer is None else epoch.targets.buffer.nbytes,
             pull_bytes=epoch.plan.nbytes,
             address=server.address,
             node=node_id(),
@@ -237,7 +237,7 @@ class WeightReceiver:
                     )
             self._apply("prefetch")
             pull = self._pull = Pull(version, places, self._clock() + deadline_s + SLACK_S)
-            if epoch.landing.is_staged:
+            if epoch.targets.is_staged:
                 name = f"weight-sync-pull-{version}"
                 threading.Thread(target=self._bring_here, args=(epoch, pull), name=name, daemon=True).start()
             else:
@@ -303,8 +303,8 @@ class WeightReceiver:
         epoch = self._opened()
         if self._is_dirty:
             raise ReplicaDirty(f"worker {self._worker} failed in the middle of a commit; commit a version again first")
-        fallback = epoch.landing.fallback
-        if fallback is not None and (wrong := fallback.verify()):
+        derived = epoch.targets.derived
+        if derived is not None and (wrong := derived.verify()):
             raise DigestMismatch(f"worker {self._worker}: a second reload of {', '.join(wrong)} gives other weights")
         return RunDigests(version=self._live_version, by_rank=epoch.live_digests())
 
@@ -401,18 +401,18 @@ class WeightReceiver:
             # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
             self._backend.synchronize()
             started = self._clock()
-            if not epoch.landing.is_staged:
+            if not epoch.targets.is_staged:
                 epoch.require_intact(pull.version, pull.slots, deadline=deadline)  # before a byte is written
             self._is_dirty = True
-            if epoch.landing.is_staged:
-                epoch.copy_from_shadow()
+            if epoch.targets.is_staged:
+                epoch.copy_from_buffer()
             else:
                 stats = epoch.pull(pull.version, pull.slots, deadline=deadline)
         except BaseException:
             epoch.invalidate()
             raise
-        if epoch.landing.fallback is not None:
-            epoch.landing.fallback.reload()
+        if epoch.targets.derived is not None:
+            epoch.targets.derived.reload()
         self._backend.synchronize()
         self._is_dirty = False
         self._live_version = pull.version

@@ -1,8 +1,8 @@
 """Serving a version to other workers while it still arrives, and reading one that another worker serves.
 
-Receivers with one worker index have equal shadow layouts (`staging.shadow_plan` is pure), in which the pieces of a
-source lie behind each other in pull order: a **stretch**. So all that a successor needs is a way to read that memory,
-which is a slot like any learner's, and how far the stretch is filled.
+Receivers with one worker index have equal staging layouts (`staging_layout` is pure), in which the pieces of a source
+lie behind each other in pull order: a **stretch**. So all that a successor needs is a way to read that memory, which is
+a slot like any learner's, and how far the stretch is filled.
 
     successor                                          predecessor
       await(version, rank, position) ────────────────> available(position), once there is more
@@ -75,7 +75,7 @@ class Patience(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Where the pieces of one source lie in a shadow block."""
+    """Where the pieces of one source lie in a staging buffer."""
 
     start: int
     ends: tuple[int, ...]
@@ -86,34 +86,34 @@ class Stretch(NamedTuple):
         return self.ends[-1] - self.start
 
 
-def stretches_of(shadow: PersistentBlock, pieces: Mapping[int, Sequence[Piece]]) -> dict[int, Stretch]:
+def stretches_of(buffer: PersistentBlock, pieces: Mapping[int, Sequence[Piece]]) -> dict[int, Stretch]:
     """Source rank -> where its pieces lie.
 
     Raises:
         ValueError: the pieces of a source do not rise through the block.
     """
     found: dict[int, Stretch] = {}
-    base = shadow.tensor.data_ptr()
+    base = buffer.tensor.data_ptr()
     for rank, each in sorted(pieces.items()):
         starts = [piece.dst.data_ptr() - base for piece in each]
         ends = [start + piece.dst.numel() for start, piece in zip(starts, each, strict=True)]
         if any(start < end for start, end in zip(starts[1:], ends[:-1], strict=True)):
-            raise ValueError(f"pieces of source {rank} must rise through the shadow block, as shadow_plan lays them")
+            raise ValueError(f"pieces of source {rank} must rise through the buffer, as staging_layout lays them")
         found[rank] = Stretch(starts[0], tuple(ends))
     return found
 
 
-class _ShadowSlot:
-    """A shadow block as the one slot of a `SenderPool`."""
+class _StagingSlot:
+    """A staging buffer as the one slot of a `SenderPool`."""
 
     num_slots = 1
 
-    def __init__(self, backend: Backend, shadow: torch.Tensor) -> None:
+    def __init__(self, backend: Backend, buffer: torch.Tensor) -> None:
         self.owner = backend
-        self._shadow = shadow
+        self._buffer = buffer
 
     def readable(self, index: int) -> torch.Tensor:
-        return self._shadow[: 0 if index else None]
+        return self._buffer[: 0 if index else None]
 
 
 class Relay:
@@ -126,7 +126,7 @@ class Relay:
     def __init__(
         self,
         backend: Backend,
-        shadow: PersistentBlock | None,
+        buffer: PersistentBlock | None,
         pieces: Mapping[int, Sequence[Piece]],
         *,
         owner: str,
@@ -136,14 +136,14 @@ class Relay:
     ) -> None:
         """
         Args:
-            shadow: None if this worker takes no part, and everything comes from the learners.
-            pieces: source rank -> its copies into `shadow`.
+            buffer: the staging buffer; None if this worker takes no part, and everything comes from the learners.
+            pieces: source rank -> its copies into `buffer`.
             host: this process's address as successors on other nodes reach it.
             dial: opens a line to another worker's control server.
         """
         self._backend = backend
-        self._shadow = shadow
-        self._stretches = {} if shadow is None else stretches_of(shadow, pieces)
+        self._buffer = buffer
+        self._stretches = {} if buffer is None else stretches_of(buffer, pieces)
         self._layout = hashlib.sha256(msgspec.msgpack.encode(self._stretches)).hexdigest()
         self._owner = owner
         self._host = host
@@ -151,7 +151,7 @@ class Relay:
         self._patience = Patience() if patience is None else patience
         self._link = LinkRequest(stages=(), predecessors=(), readers=())
         self._via: dict[int, tuple[int, ...]] = {}
-        self._inlets: dict[int, Inlet | None] = {}
+        self._readers: dict[int, RelayReader | None] = {}
         """Index of a predecessor -> how it is read, once it was needed; None if it cannot be."""
         self._lock = threading.Lock()
         self._version = -1
@@ -162,9 +162,9 @@ class Relay:
         """(successor, rank) -> the last question that has no answer yet."""
         self._arenas: tuple[ArenaHandle, ...] = ()
         self._senders: SenderPool | None = None
-        if shadow is not None:
-            self._arenas = tuple(_arenas(backend, shadow, host))
-            self._senders = SenderPool(_ShadowSlot(backend, shadow.tensor), host=host, timing=pair.Timing())
+        if buffer is not None:
+            self._arenas = tuple(_arenas(backend, buffer, host))
+            self._senders = SenderPool(_StagingSlot(backend, buffer.tensor), host=host, timing=pair.Timing())
 
     def handle(self, address: PeerAddress) -> RelayHandle | None:
         """How others read from here, given the address of this process's control server; None if they cannot."""
@@ -207,7 +207,7 @@ class Relay:
     ) -> int:
         """Bring one source in, from the predecessors as far as they have it, else by `direct`; a retry from its start,
         and not from them. Returns how many predecessors failed."""
-        if self._shadow is None:
+        if self._buffer is None:
             direct(pieces, ignore)
             return 0
         stretch, position, num_stalls = self._stretches[rank], 0, 0
@@ -222,7 +222,7 @@ class Relay:
         arrived(0)
         for index in () if is_retry else self._via.get(rank, ()):
             try:
-                self._inlet(index).pull(rank, stretch, version, check=check, on_arrived=arrived, position=position)
+                self._reader(index).pull(rank, stretch, version, check=check, on_arrived=arrived, position=position)
             except RelayStalled as stalled:
                 log.warning("%s", stalled)
                 num_stalls += 1
@@ -237,7 +237,7 @@ class Relay:
         return num_stalls
 
     def invalidate(self, why: str = "gave that version up") -> None:
-        """What the shadow holds is not to be read: successors go on elsewhere at once. Idempotent."""
+        """What the staging buffer holds is not to be read: successors go on elsewhere at once. Idempotent."""
         with self._lock:
             self._over = self._over if self._over else why
             self._tell()
@@ -267,46 +267,46 @@ class Relay:
             return answer
 
     def counters(self) -> dict[str, int]:
-        """Inlets are left out: they change with the membership, not with a sync."""
+        """Readers are left out: they change with the membership, not with a sync."""
         return {"registrations": sum(arena.handle is not None for arena in self._arenas)}
 
     def close(self) -> None:
-        """Turn successors away for good, unmap and hang up. The shadow stays its owner's. Idempotent."""
+        """Turn successors away for good, unmap and hang up. The staging buffer stays its owner's. Idempotent."""
         self.invalidate("has closed its epoch")
         with ExitStack() as closing:
             if self._senders is not None:
                 closing.callback(self._senders.close, join_s=CLOSE_S)
             closing.callback(self._hang_up)
 
-    def _inlet(self, index: int) -> Inlet:
+    def _reader(self, index: int) -> RelayReader:
         """
         Raises:
             RelayStalled: this predecessor cannot be read.
         """
         handle = self._link.predecessors[index]
         with self._lock:
-            if index not in self._inlets:
-                self._inlets[index] = None
+            if index not in self._readers:
+                self._readers[index] = None
                 try:
-                    self._inlets[index] = self._open(handle)
+                    self._readers[index] = self._open(handle)
                 except (DeviceError, WeightSyncError) as error:
                     log.warning("cannot read from %s, others give everything: %s", handle.owner, error)
-            inlet = self._inlets[index]
-        if inlet is None:
+            reader = self._readers[index]
+        if reader is None:
             raise RelayStalled(f"{handle.owner} cannot be read from here")
-        return inlet
+        return reader
 
-    def _open(self, handle: RelayHandle) -> Inlet:
+    def _open(self, handle: RelayHandle) -> RelayReader:
         """
         Raises:
             WeightSyncError: (or its subclass) the layouts differ, or there is no way to read that memory from here.
         """
         if handle.layout != self._layout:
             raise PlanMismatch(
-                f"it lays out its shadow as {handle.layout[:12]}, this worker as {self._layout[:12]}; only workers "
-                "with one index of one plan can relay to each other"
+                f"it lays out its staging buffer as {handle.layout[:12]}, this worker as {self._layout[:12]}; only "
+                "workers with one index of one plan can relay to each other"
             )
-        assert self._shadow is not None
+        assert self._buffer is not None
         line, failures = self._dial(handle.address), list[str]()
         timing = pair.Timing(silence_s=self._patience.news_s + self._patience.ping_s)
         for arena in usable(handle.arenas, same_node=handle.node == node_id()):
@@ -315,16 +315,18 @@ class Relay:
             except (WeightSyncError, DeviceError) as error:
                 failures.append(f"{arena.transport}: {error}")
             else:
-                return Inlet(handle.owner, arena, reader, line, shadow=self._shadow.tensor, patience=self._patience)
+                return RelayReader(
+                    handle.owner, arena, reader, line, buffer=self._buffer.tensor, patience=self._patience
+                )
         line.close()
         raise WeightSyncError("; ".join(failures) if failures else "it is on another node, and cannot send")
 
     def _hang_up(self) -> None:
         with self._lock, ExitStack() as closing:
-            inlets, self._inlets = self._inlets, {}
-            for inlet in inlets.values():
-                if inlet is not None:
-                    closing.callback(inlet.close)
+            readers, self._readers = self._readers, {}
+            for reader in readers.values():
+                if reader is not None:
+                    closing.callback(reader.close)
 
     def _position(self, request: AwaitRequest) -> int:
         """
@@ -351,20 +353,20 @@ class Relay:
             del self._waiting[key]
 
 
-def _arenas(backend: Backend, shadow: PersistentBlock, host: str) -> Iterator[ArenaHandle]:
-    """Every way to read a shadow block, best first."""
+def _arenas(backend: Backend, buffer: PersistentBlock, host: str) -> Iterator[ArenaHandle]:
+    """Every way to read a staging buffer, best first."""
     handle = ArenaHandle(
-        transport=DEVICE, handle=None, slot_bytes=shadow.nbytes, slot_stride=shadow.nbytes, num_slots=1
+        transport=DEVICE, handle=None, slot_bytes=buffer.nbytes, slot_stride=buffer.nbytes, num_slots=1
     )
     if backend.capabilities().ipc:
-        yield msgspec.structs.replace(handle, handle=backend.ipc_export(shadow))
+        yield msgspec.structs.replace(handle, handle=backend.ipc_export(buffer))
     sender = pair.HOST if backend.name == CpuBackend.name else pair.device_transport(backend.collective)
     if sender is not None:
         yield msgspec.structs.replace(handle, transport=sender, host=host, device=backend.device_identity())
 
 
-class Inlet:
-    """Reads sources out of a predecessor's shadow block into the same places of one's own, one after the other."""
+class RelayReader:
+    """Reads sources out of a predecessor's staging buffer into the same places of one's own, one after the other."""
 
     def __init__(
         self,
@@ -373,14 +375,14 @@ class Inlet:
         reader: SourceReader,
         line: ControlClient,
         *,
-        shadow: torch.Tensor,
+        buffer: torch.Tensor,
         patience: Patience,
     ) -> None:
         self._owner = owner
         self._process = {} if arena.handle is None else arena.handle.attributes
         self._reader = reader
         self._line = line
-        self._shadow = shadow
+        self._buffer = buffer
         self._patience = patience
         self._lost = -1
         """The version that is expected from it no more."""
@@ -438,7 +440,7 @@ class Inlet:
         on_arrived: Callable[[int], None],
     ) -> int:
         first, stop = base + position, base + available
-        parts = [Piece(at, self._shadow[at : min(at + PIECE_BYTES, stop)]) for at in range(first, stop, PIECE_BYTES)]
+        parts = [Piece(at, self._buffer[at : min(at + PIECE_BYTES, stop)]) for at in range(first, stop, PIECE_BYTES)]
         again = AwaitRequest(version=version, rank=rank, position=-1)
 
         def landed(num_parts: int) -> None:

@@ -36,10 +36,10 @@ from weight_sync.node import node_id, reachable_host
 from weight_sync.plan.agreement import open_pull
 from weight_sync.receive.relay import Relay
 from weight_sync.receive.staging import (
-    Landing,
     ParameterAddresses,
+    Targets,
     UnchangedRuns,
-    build_landing,
+    build_targets,
     parameter_bytes,
     parts_in,
 )
@@ -162,11 +162,11 @@ def open_epoch(request: OpenReceiver, context: WorkerContext, *, reloads: Reload
     if missing:
         raise PlanMismatch(f"worker {context.worker} reads from learners {sorted(missing)}, which did not open")
     views = parameter_bytes(context.model)
-    landing = build_landing(plan, views, context.backend, commit=request.commit, reloads=reloads)
+    targets = build_targets(plan, views, context.backend, commit=request.commit, reloads=reloads)
     try:
-        return ReceiverEpoch(request, plan, root=root, landing=landing, context=context)
+        return ReceiverEpoch(request, plan, root=root, targets=targets, context=context)
     except BaseException:
-        landing.close()
+        targets.close()
         raise
 
 
@@ -179,11 +179,11 @@ class ReceiverEpoch:
     """See the module docstring. `open_epoch` builds it."""
 
     def __init__(
-        self, request: OpenReceiver, plan: PullPlan, *, root: str, landing: Landing, context: WorkerContext
+        self, request: OpenReceiver, plan: PullPlan, *, root: str, targets: Targets, context: WorkerContext
     ) -> None:
         self.plan = plan
         self.plan_root = root
-        self.landing = landing
+        self.targets = targets
         self._request = request
         self._context = context
         self._holder = f"{request.replica}/{self.plan.worker}"
@@ -193,19 +193,19 @@ class ReceiverEpoch:
             undo.callback(self._hang_up)
             self._relay = Relay(
                 context.backend,
-                landing.shadow if request.relay else None,
-                landing.pieces,
+                targets.buffer if request.relay else None,
+                targets.pieces,
                 owner=self._holder,
                 host=reachable_host() if request.host is None else request.host,
                 dial=self._dial,
             )
             undo.callback(self._relay.close)
-            self._arrived = self._digests_of(landing.arrivals) if request.verify else {}
+            self._arrived = self._digests_of(targets.arrivals) if request.verify else {}
             spans = [(run.src_off, run.nbytes) for run in plan.runs]
             spans_by_source = {rank: [spans[i] for i in source.runs] for rank, source in self._sources.items()}
-            self._unchanged = UnchangedRuns(spans_by_source) if landing.is_staged and request.verify else None
-            self._residence = ParameterAddresses(context.model, landing.written)
-            self._copy: BatchCopy = BatchCopy(context.backend, landing.moves)
+            self._unchanged = UnchangedRuns(spans_by_source) if targets.is_staged and request.verify else None
+            self._addresses = ParameterAddresses(context.model, targets.written)
+            self._copy: BatchCopy = BatchCopy(context.backend, targets.moves)
             undo.pop_all()
 
     @property
@@ -364,27 +364,27 @@ class ReceiverEpoch:
         """After a pull that failed: nobody is to read what arrived."""
         self._relay.invalidate()
 
-    def copy_from_shadow(self) -> None:
+    def copy_from_buffer(self) -> None:
         """Device-local copy of every run into the parameters. Asynchronous where the device is."""
         self._copy()
 
     def live_digests(self) -> dict[int, tuple[int, ...]]:
         """Source rank -> digest of each of its runs, read from the live parameters, in plan order."""
-        return {rank: digest() for rank, digest in self._digests_of(self.landing.params).items()}
+        return {rank: digest() for rank, digest in self._digests_of(self.targets.params).items()}
 
     def check_addresses(self) -> None:
         """
         Raises:
             PlanMismatch: a parameter was rebound since the epoch opened, so writing to its old place would be in vain.
         """
-        if moved := self._residence.moved():
+        if moved := self._addresses.moved():
             raise PlanMismatch(
                 f"{self._holder}: parameters moved since opening: {', '.join(moved[:5])} ({len(moved)} of them); "
                 "something rebound them (sleep, quantisation, a reload): open a new epoch"
             )
 
     def counters(self) -> dict[str, int]:
-        num_blocks = sum(block is not None for block in (self.landing.shadow, self.landing.fallback))
+        num_blocks = sum(block is not None for block in (self.targets.buffer, self.targets.derived))
         counts = Counter(allocations=num_blocks, sockets=len(self._sources) + 1)
         for part in (*self._readers.values(), self._relay):
             counts.update(part.counters())
@@ -393,7 +393,7 @@ class ReceiverEpoch:
     def close(self) -> None:
         """Unmap, hang up and free, each whether or not the others fail; a failure is raised at the end."""
         with ExitStack() as closing:  # from the last to the first
-            closing.callback(self.landing.close)
+            closing.callback(self.targets.close)
             closing.callback(self._arrived.clear)
             closing.callback(self._hang_up)
             for reader in self._readers.values():
@@ -407,9 +407,9 @@ class ReceiverEpoch:
     def _connect(self) -> dict[int, Source]:
         infos = {info.rank: info for info in self._request.publishers}
         sources: dict[int, Source] = {}
-        for rank in sorted(self.landing.pieces):
+        for rank in sorted(self.targets.pieces):
             runs = tuple(i for i, run in enumerate(self.plan.runs) if run.src_rank == rank)
-            sources[rank] = Source(infos[rank], self._dial(infos[rank].address), self.landing.pieces[rank], runs)
+            sources[rank] = Source(infos[rank], self._dial(infos[rank].address), self.targets.pieces[rank], runs)
         return sources
 
     def _dial(self, address: PeerAddress) -> ControlClient:
@@ -424,9 +424,9 @@ class ReceiverEpoch:
 
     def _probe(self, source: Source, reader: SourceReader, check: Callable[[], None]) -> None:
         info = source.info
-        landing = torch.empty(info.probe_bytes, dtype=torch.uint8, device=self._context.device)
-        reader.pull(info.arenas[0].num_slots, [Piece(0, landing)], check=check)
-        found = self._context.backend.digest(landing)
+        pattern = torch.empty(info.probe_bytes, dtype=torch.uint8, device=self._context.device)
+        reader.pull(info.arenas[0].num_slots, [Piece(0, pattern)], check=check)
+        found = self._context.backend.digest(pattern)
         if found != info.probe_digest:
             raise TransportUnusable(
                 f"the probe pattern of {info.probe_bytes} bytes from learner {info.rank} to {self._holder} arrived "

@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 
 MERGE_GAP_BYTES = 4096
 """Runs closer than this are read together with the padding between them: a copy costs more than the padding."""
-SHADOW_ALIGN_BYTES = 256
+STAGING_ALIGN_BYTES = 256
 
 
 class Range(NamedTuple):
-    """`nbytes` of source `src_rank` from `src_off`, mirrored at `shadow_off`."""
+    """`nbytes` of source `src_rank` from `src_off`, mirrored at `staging_off`."""
 
     src_rank: int
     src_off: int
     nbytes: int
-    shadow_off: int
+    staging_off: int
 
 
-class ShadowPlan(NamedTuple):
-    """Where everything a worker reads lies in its shadow block."""
+class StagingLayout(NamedTuple):
+    """Where everything a worker reads lies in its staging buffer."""
 
     ranges: tuple[Range, ...]
     run_offsets: tuple[int, ...]
-    """Shadow offset of each run, in plan order."""
+    """Staging buffer offset of each run, in plan order."""
     nbytes: int
 
 
-def shadow_plan(plan: PullPlan) -> ShadowPlan:
+def staging_layout(plan: PullPlan) -> StagingLayout:
     """Merge runs into ranges and lay those out one after the other. A byte that two runs use is read once."""
     rank, src_off, _, _, nbytes = plan.table.T
     order = np.lexsort((nbytes, src_off, rank))
@@ -65,38 +65,38 @@ def shadow_plan(plan: PullPlan) -> ShadowPlan:
     heads = np.flatnonzero(opens)
     last = np.append(heads, len(rank))[1:] - 1
     sizes = reach[last] - start[heads]
-    aligned = -(-sizes // SHADOW_ALIGN_BYTES) * SHADOW_ALIGN_BYTES
+    aligned = -(-sizes // STAGING_ALIGN_BYTES) * STAGING_ALIGN_BYTES
     places = np.cumsum(aligned) - aligned
     offsets = np.empty_like(start)
     home = np.cumsum(opens) - 1
     offsets[order] = places[home] + start - start[heads][home]
     columns = (rank[heads], start[heads], sizes, places)
     ranges = tuple(map(Range, *(column.tolist() for column in columns)))
-    return ShadowPlan(ranges, tuple(offsets.tolist()), ranges[-1].shadow_off + ranges[-1].nbytes if ranges else 0)
+    return StagingLayout(ranges, tuple(offsets.tolist()), ranges[-1].staging_off + ranges[-1].nbytes if ranges else 0)
 
 
-SHADOW_HEADROOM = 0.9
-"""`auto` stages only if the shadow takes at most this fraction of what is free."""
+STAGING_HEADROOM = 0.9
+"""`auto` stages only if the staging buffer takes at most this fraction of what is free."""
 
 
-class Landing(NamedTuple):
+class Targets(NamedTuple):
     """Every place that bytes are written to, in plan order of the runs."""
 
     params: tuple[torch.Tensor, ...]
     """Run -> its bytes in the engine parameter; of a virtual parameter, where they stay until the next version."""
     arrivals: tuple[torch.Tensor, ...]
-    """Run -> where a pull puts it: in the shadow block, or `params` itself."""
+    """Run -> where a pull puts it: in the staging buffer, or `params` itself."""
     pieces: Mapping[int, tuple[Piece, ...]]
     """Source rank -> copies of a pull."""
-    shadow: PersistentBlock | None
+    buffer: PersistentBlock | None
     written: frozenset[str]
     """Parameters that are written directly; they must stay where they are."""
-    fallback: ModuleReload | None = None
+    derived: ModuleReload | None = None
     """Modules that are derived again after the copies."""
 
     @property
     def is_staged(self) -> bool:
-        return self.shadow is not None
+        return self.buffer is not None
 
     @property
     def moves(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
@@ -107,11 +107,11 @@ class Landing(NamedTuple):
     def close(self) -> None:
         """Free all memory. Idempotent."""
         try:
-            if self.fallback is not None:
-                self.fallback.close()
+            if self.derived is not None:
+                self.derived.close()
         finally:
-            if self.shadow is not None:
-                self.shadow.close()
+            if self.buffer is not None:
+                self.buffer.close()
 
 
 def parameter_bytes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -158,14 +158,14 @@ class ParameterAddresses:
         ]
 
 
-def build_landing(
+def build_targets(
     plan: PullPlan,
     views: Mapping[str, torch.Tensor],
     backend: Backend,
     *,
     commit: CommitMode,
     reloads: Reloads | None = None,
-) -> Landing:
+) -> Targets:
     """
     Args:
         views: bytes of every engine parameter.
@@ -173,32 +173,32 @@ def build_landing(
 
     Raises:
         PlanMismatch: a run lies outside its parameter, or the engine has no such parameter.
-        DeviceError: the shadow does not fit and `staged` was asked for, or what `reloads` needs does not.
+        DeviceError: the staging buffer does not fit and `staged` was asked for, or what `reloads` needs does not.
     """
-    layout = shadow_plan(plan)
+    layout = staging_layout(plan)
     is_virtual = [run.dst_param.startswith(VIRTUAL_PREFIXES) for run in plan.runs]
     with ExitStack() as undo:
-        shadow = _make_shadow(layout, backend, commit)
+        buffer = _make_buffer(layout, backend, commit)
         landed: list[torch.Tensor] | None = None
-        if shadow is not None:
-            undo.callback(shadow.close)
+        if buffer is not None:
+            undo.callback(buffer.close)
             places = zip(plan.runs, layout.run_offsets, strict=True)
-            landed = [shadow.tensor[offset : offset + run.nbytes] for run, offset in places]
-        fallback = None
+            landed = [buffer.tensor[offset : offset + run.nbytes] for run, offset in places]
+        derived = None
         if reloads is not None and (reloads.modules or reloads.reloader.dependents()):
             arrivals = None if landed is None else [*compress(zip(plan.runs, landed, strict=True), is_virtual)]
-            fallback = ModuleReload(reloads, backend, arrivals=arrivals)
-            undo.callback(fallback.close)
-        everywhere = {**views, **({} if fallback is None else fallback.views)}
+            derived = ModuleReload(reloads, backend, arrivals=arrivals)
+            undo.callback(derived.close)
+        everywhere = {**views, **({} if derived is None else derived.views)}
         targets = tuple(_destination(run.dst_param, run.dst_off, run.nbytes, everywhere) for run in plan.runs)
         undo.pop_all()
     written = frozenset(run.dst_param for run, virtual in zip(plan.runs, is_virtual, strict=True) if not virtual)
-    if shadow is None or landed is None:
+    if buffer is None or landed is None:
         spans = [(run.src_rank, run.src_off, target) for run, target in zip(plan.runs, targets, strict=True)]
-        return Landing(targets, targets, _pieces(spans), None, written, fallback)
+        return Targets(targets, targets, _pieces(spans), None, written, derived)
     kept = tuple(at if virtual else own for own, at, virtual in zip(targets, landed, is_virtual, strict=True))
-    spans = [(r.src_rank, r.src_off, shadow.tensor[r.shadow_off : r.shadow_off + r.nbytes]) for r in layout.ranges]
-    return Landing(kept, tuple(landed), _pieces(spans), shadow, written, fallback)
+    spans = [(r.src_rank, r.src_off, buffer.tensor[r.staging_off : r.staging_off + r.nbytes]) for r in layout.ranges]
+    return Targets(kept, tuple(landed), _pieces(spans), buffer, written, derived)
 
 
 def _destination(name: str, offset: int, nbytes: int, views: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -210,9 +210,9 @@ def _destination(name: str, offset: int, nbytes: int, views: Mapping[str, torch.
     return view[offset : offset + nbytes]
 
 
-def _make_shadow(layout: ShadowPlan, backend: Backend, commit: CommitMode) -> PersistentBlock | None:
+def _make_buffer(layout: StagingLayout, backend: Backend, commit: CommitMode) -> PersistentBlock | None:
     free, _ = backend.memory_info()
-    if layout.nbytes == 0 or commit == "inplace" or (commit == "auto" and layout.nbytes > SHADOW_HEADROOM * free):
+    if layout.nbytes == 0 or commit == "inplace" or (commit == "auto" and layout.nbytes > STAGING_HEADROOM * free):
         return None
     try:
         return backend.alloc_persistent(layout.nbytes)

@@ -151,7 +151,7 @@ def pack_rate(backend: Backend) -> dict[str, float]:
 
 
 def commit_rate(backend: Backend) -> dict[str, float]:
-    """Bytes of a shadow block into bfloat16 parameters, each in four runs, as four learners hold them."""
+    """Bytes of a staging buffer into bfloat16 parameters, each in four runs, as four learners hold them."""
     params = [torch.zeros(r, c, dtype=torch.bfloat16, device=backend.torch_device) for r, c in model_shapes()]
     block = random_block(backend, 2 * sum(param.numel() for param in params))
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []

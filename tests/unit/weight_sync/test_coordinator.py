@@ -397,13 +397,13 @@ async def test_memory_is_printed_before_any_of_it_is_allocated(caplog: pytest.Lo
     await world.coordinator.open()
     try:
         blocks = [publisher.publisher._epoch.end._slots.block for publisher in world.publishers]
-        shadows = [receiver._epoch.landing.shadow for receiver in world.replicas[0].receivers]
+        buffers = [receiver._epoch.targets.buffer for receiver in world.replicas[0].receivers]
         lines = [line for line in printed[0].splitlines() if "memory of " in line]
         for rank, block in enumerate(blocks):
             slot = _size(world.publishers[rank].publisher._epoch.plan.arena_bytes)
             assert f"rank {rank} 3 x {slot}, with the probe {_size(block.nbytes)}" in lines[0]
-        for worker, shadow in enumerate(shadows):
-            assert f"worker {worker} {_size(shadow.nbytes)}" in lines[1]
+        for worker, buffer in enumerate(buffers):
+            assert f"worker {worker} {_size(buffer.nbytes)}" in lines[1]
     finally:
         await world.coordinator.close()
 
@@ -427,7 +427,7 @@ def test_memory_lines_have_the_figures_of_a_large_plan() -> None:
         == "memory of learners: rank 0 2 x 0.0 kB, with the probe 0.0 kB; rank 1 2 x 5.0 MB, with the probe 11.1 MB"
     )
     assert engines.endswith("if it fits into what is free then: worker 0 5.0 MB")
-    assert "no shadow" in _memory_lines(plan, SyncOptions(commit="inplace"))[1]
+    assert "no staging buffer" in _memory_lines(plan, SyncOptions(commit="inplace"))[1]
 
 
 async def test_one_failed_attempt_does_not_cost_a_learner_its_best_transport(

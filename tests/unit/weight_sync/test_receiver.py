@@ -259,7 +259,7 @@ def test_runs_that_did_not_change_are_not_read_again_unless_the_staging_buffer_l
     assert take(3, OLD) == (0, nbytes, 0)
     few, skipped, _ = take(4, partly)
     assert 0 < few < nbytes == few + skipped
-    block = pair.receiver._epoch.landing.shadow
+    block = pair.receiver._epoch.targets.buffer
     block.tensor.add_(1)
     assert take(5, OLD) == (few + whole, 0, 1), "what is there is verified, and read again as a whole"
     assert take(6, NEW)[1:] == (0, 0)

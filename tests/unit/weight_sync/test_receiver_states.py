@@ -25,7 +25,7 @@ class Epoch:
     """One in which pulls and commits take until they may end."""
 
     def __init__(self) -> None:
-        self.landing = SimpleNamespace(is_staged=True, fallback=None)
+        self.targets = SimpleNamespace(is_staged=True, derived=None)
         self.plan = SimpleNamespace(nbytes=1, runs=())
         self.pull_may_end, self.commit_may_end, self.is_closed = threading.Event(), threading.Event(), False
         self.linked = self.num_invalidated = 0
@@ -35,7 +35,7 @@ class Epoch:
             deadline.check()
         return PullStats()
 
-    def copy_from_shadow(self) -> None:
+    def copy_from_buffer(self) -> None:
         assert self.commit_may_end.wait(20)
 
     def check_addresses(self) -> None: ...

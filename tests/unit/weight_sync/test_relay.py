@@ -94,7 +94,7 @@ def test_what_arrived_while_nobody_read_is_there_for_a_reader_that_comes_later(c
 
 @settings(max_examples=20, deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(SOURCES), st.integers(0, 6)), max_size=12))
-def test_a_pull_beside_a_filling_shadow_never_runs_ahead_of_it(steps: list[tuple[int, int]]) -> None:
+def test_a_pull_beside_a_filling_buffer_never_runs_ahead_of_it(steps: list[tuple[int, int]]) -> None:
     a, b = Worker("a", KEYS), Worker("b", KEYS)
     # What is not filled in holds another version: running ahead would bring bytes of that.
     for rank in SOURCES:
@@ -198,7 +198,7 @@ def test_whose_memory_cannot_be_read_is_passed_by(chain: list[Worker], caplog: p
     other = msgspec.structs.replace(b.handle, layout="another")
     c.follow(other, a.handle)
     assert (c.pull(1), c.direct_pieces) == (2, 0)
-    assert "cannot read from b/0, others give everything: it lays out its shadow as another" in caplog.text
+    assert "cannot read from b/0, others give everything: it lays out its staging buffer as another" in caplog.text
     far = msgspec.structs.replace(b.handle, node="far", arenas=b.handle.arenas[:1])
     c.follow(far, a.handle)
     c.relay.begin(1)

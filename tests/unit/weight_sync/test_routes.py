@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_sync.plan.routes import NUM_PREDECESSORS, RING_SIZE, Party, Route, plan_routes
+from weight_sync.plan.routes import NUM_PREDECESSORS, RING_SIZE, Peer, Route, plan_routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 small = settings(max_examples=150, deadline=None)
-World = tuple[dict[int, str], list[Party], dict[int, list[int]]]
+World = tuple[dict[int, str], list[Peer], dict[int, list[int]]]
 
 
-def team(num_replicas: int, num_workers: int = 1, node: str = "n") -> list[Party]:
+def team(num_replicas: int, num_workers: int = 1, node: str = "n") -> list[Peer]:
     return [
-        Party(name=f"{node}-{replica}/{worker}", worker=worker, node=node)
+        Peer(name=f"{node}-{replica}/{worker}", worker=worker, node=node)
         for replica in range(num_replicas)
         for worker in range(num_workers)
     ]
@@ -45,7 +45,7 @@ def worlds(draw: st.DrawFn) -> World:
     num_workers = draw(st.integers(1, 3))
     sources = {w: draw(st.lists(st.sampled_from(sorted(publishers)), max_size=8)) for w in range(num_workers)}
     receivers = [
-        Party(name=f"r{i}", worker=draw(st.integers(0, num_workers - 1)), node=draw(st.sampled_from(nodes)),
+        Peer(name=f"r{i}", worker=draw(st.integers(0, num_workers - 1)), node=draw(st.sampled_from(nodes)),
               relays=draw(st.sampled_from([True, True, True, False])))
         for i in range(draw(st.integers(0, 14)))
     ]  # fmt: skip
@@ -190,7 +190,7 @@ def test_loss_of_a_tenth_leaves_egress_at_one_copy() -> None:
 
 
 def test_two_nodes_of_two_are_routed_as_the_picture_shows() -> None:
-    receivers = [Party(name=name, worker=0, node="X" if name in "ab" else "Y") for name in "abcd"]
+    receivers = [Peer(name=name, worker=0, node="X" if name in "ab" else "Y") for name in "abcd"]
     routes = plan_routes({0: "l", 1: "l"}, receivers, {0: [0, 1]}, relay="auto")
     assert {name: list(walk(route)) for name, route in routes.items()} == {
         "a": [(0, ()), (1, ("b", "c"))],
@@ -201,7 +201,7 @@ def test_two_nodes_of_two_are_routed_as_the_picture_shows() -> None:
 
 
 def test_a_plan_that_cannot_be_routed_names_the_party() -> None:
-    twins = [Party(name="a/0", worker=0, node="n")] * 2
+    twins = [Peer(name="a/0", worker=0, node="n")] * 2
     with pytest.raises(ValueError, match="a/0 more than once"):
         plan_routes({0: "n"}, twins, {0: [0]}, relay="auto")
     with pytest.raises(ValueError, match=r"not \[0\]"):

@@ -72,8 +72,8 @@ async def test_what_other_workers_hand_on_comes_in_its_order_beside_what_learner
         relay, relayed = max(zip(relays, orders, strict=True), key=lambda each: len(each[1]))
         assert len(relayed) > 2
         order: list[int] = []
-        for inlet in relay._inlets.values():
-            pull = inlet.pull
+        for reader in relay._readers.values():
+            pull = reader.pull
 
             def watched(rank: int, *args: Any, pull: Any = pull, **options: Any) -> None:
                 order.append(rank)
@@ -81,7 +81,7 @@ async def test_what_other_workers_hand_on_comes_in_its_order_beside_what_learner
                 pull(rank, *args, **options)
                 order.append(rank)
 
-            inlet.pull = watched
+            reader.pull = watched
         report: Any = await world.step(2)
         assert order == [rank for rank in relayed for _ in range(2)]
         assert (report.num_stalls, len(report.pull_by_source)) == (0, 3)

@@ -13,7 +13,7 @@ from tests.fakes.sync_world import LocalReplica
 from tests.unit.weight_sync.test_coordinator import opened
 from weight_sync.plan.types import PullPlan, Run
 from weight_sync.receive import staging
-from weight_sync.receive.staging import UnchangedRuns, merged_spans, parts_in, shadow_plan
+from weight_sync.receive.staging import UnchangedRuns, merged_spans, parts_in, staging_layout
 from weight_sync.transports.base import PIECE_BYTES, Piece, pieces
 
 runs = st.lists(
@@ -31,19 +31,19 @@ runs = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(runs)
-def test_shadow_holds_every_run_and_each_of_its_bytes_once(found: list[Run]) -> None:
-    plan = shadow_plan(PullPlan.of(0, found))
-    shadow = {}
+def test_staging_buffer_holds_every_run_and_each_of_its_bytes_once(found: list[Run]) -> None:
+    plan = staging_layout(PullPlan.of(0, found))
+    buffer = {}
     for span in plan.ranges:
         for i in range(span.nbytes):
-            assert span.shadow_off + i not in shadow, "ranges overlap in the shadow"
-            shadow[span.shadow_off + i] = (span.src_rank, span.src_off + i)
-    sources = list(shadow.values())
+            assert span.staging_off + i not in buffer, "ranges overlap in the staging buffer"
+            buffer[span.staging_off + i] = (span.src_rank, span.src_off + i)
+    sources = list(buffer.values())
     assert len(set(sources)) == len(sources), "a source byte is pulled twice"
     for run, offset in zip(found, plan.run_offsets, strict=True):
         for i in (0, run.nbytes // 2, run.nbytes - 1):
-            assert shadow[offset + i] == (run.src_rank, run.src_off + i)
-    assert plan.nbytes == max(shadow, default=-1) + 1
+            assert buffer[offset + i] == (run.src_rank, run.src_off + i)
+    assert plan.nbytes == max(buffer, default=-1) + 1
 
 
 def test_pieces_cover_everything_in_order() -> None:

@@ -168,7 +168,7 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
         {"rollout": {"gpu_memory_utilization": 0.5, "max_num_seqs": 10, "max_model_len": 2048}}, {}, {
         "engine.kv_bytes": 40 * GIB - 2 * NUM_7B - 2 * GIB, "engine.kv_demand": 20480, "engine.is_staged": True,
         "engine.kv_tokens": (40 * GIB - 2 * NUM_7B - 2 * GIB) // (2 * 28 * 4 * 128 * 2)}),
-    "no shadow of 14.2 GiB fits into 12": (
+    "no staging buffer of 14.2 GiB fits into 12": (
         {"rollout": {"gpu_memory_utilization": 0.85}}, {}, {"engine.is_staged": False}),
     # Forward passes: 1 + 2 for the backward
     "a pass is repeated with checkpointing": ({}, MEAN, {"passes": 4}),
@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[Sections, dict[str, Any], list[str], str, str]] = {
         ["learner.max_tokens_per_micro_batch"], "activations", ""),
     "the longest sequence": ({"rollout": {"gpu_memory_utilization": 0.15}}, {}, [UTILIZATION],
         "must hold one sequence", ""),
-    "a shadow": ({"rollout": {"gpu_memory_utilization": 0.95}, "weight_sync": {"commit": "staged"}}, {},
+    "a staging buffer": ({"rollout": {"gpu_memory_utilization": 0.95}, "weight_sync": {"commit": "staged"}}, {},
         ["weight_sync.commit"], "only 4.00 GiB are left", ""),
     "the ranks of a host together": (*on_host(113), ["learner.cpu_offload"],
         "masters, moments and gradients: 113.48 GiB", "113.48 GiB of 113.00 GiB"),
@@ -337,7 +337,7 @@ TEXTS: dict[str, tuple[Sections, dict[str, Any], list[str], list[str]]] = {
         FEW, {}, ["128 responses; the engines generate 32 at once", "Up to 4 responses are generated one after"], []),
     "engines relay: 4 ranks, and every engine device reads all of it": (sixteen("auto", "auto"), {}, [pull(4)], []),
     "engines do not relay": (sixteen("auto", "off"), {}, [pull(16)], []),
-    "only shadow blocks are relayed": (sixteen("inplace", "auto"), {}, [pull(16)], []),
+    "only staging buffers are relayed": (sixteen("inplace", "auto"), {}, [pull(16)], []),
     "an object store that spills": (TIGHT, {}, [SPILLS, "of 0.25 GiB"], []),
     "one that is large": ({**TIGHT, "ray": {"object_store_gib": 4.0}}, {}, [], [SPILLS]),
     "one of a cluster that is joined": ({**TIGHT, "ray": {"address": "auto"}}, {}, [], [SPILLS, "of 0.25 GiB"]),
