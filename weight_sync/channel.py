@@ -249,6 +249,13 @@ class ControlServer:
             self._router.send_multipart([client, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
 
 
+class Asked(NamedTuple):
+    """A question on its way."""
+
+    request_id: int
+    request: Request
+
+
 class ControlClient:
     """One receiver's line to one publisher. Safe to use from several threads, which then wait for each other."""
 
@@ -268,11 +275,27 @@ class ControlClient:
         self._clock = clock
         self._lock = threading.Lock()
         self._num_requests = 0
+        self._begun: set[int] = set()
+        self._early: dict[int, Response] = {}
+        """Answers to questions that are begun, received while another one was waited for."""
         self._dealer = context.socket(zmq.DEALER)
         _set_up_client(self._dealer, keys, address)
         self._dealer.connect(address.endpoint)
 
     def ask(self, request: Request, kind: type[R], *, deadline_s: float, check: Check | None = None) -> R:
+        """`begin` and `finish` in one."""
+        return self.finish(self.begin(request), kind, deadline_s=deadline_s, check=check)
+
+    def begin(self, request: Request) -> Asked:
+        """Send a question, without waiting. Pass the result to `finish`."""
+        with self._lock:
+            self._num_requests += 1
+            asked = Asked(self._num_requests, request)
+            self._begun.add(asked.request_id)
+            self._send(asked)
+        return asked
+
+    def finish(self, asked: Asked, kind: type[R], *, deadline_s: float, check: Check | None = None) -> R:
         """The publisher's answer, of type `kind`.
 
         Args:
@@ -284,19 +307,17 @@ class ControlClient:
         """
         give_up = self._clock() + deadline_s
         with self._lock:
-            self._num_requests += 1
-            request_id = self._num_requests
-            frame = _frame(self._epoch, self._sender, request_id, request)
-            while (left_s := give_up - self._clock()) > 0:
-                # A full queue means a dead publisher: nothing to do here, the deadline ends it.
-                with contextlib.suppress(zmq.Again):
-                    self._dealer.send(frame, zmq.NOBLOCK)
-                response = self._receive(request_id, min(RESEND_S, left_s), check)
-                if response is not None:
-                    return _checked(response, kind, self.endpoint)
+            try:
+                while (left_s := give_up - self._clock()) > 0:
+                    response = self._receive(asked.request_id, min(RESEND_S, left_s), check)
+                    if response is not None:
+                        return _checked(response, kind, self.endpoint)
+                    self._send(asked)
+            finally:
+                self._begun.discard(asked.request_id)
         raise PublisherLost(
-            f"publisher {self.endpoint} did not answer {type(request).__name__} within {deadline_s:.1f} s; its process "
-            "is dead, stopped or unreachable, or weight_sync.timeout_s is too short"
+            f"publisher {self.endpoint} did not answer {type(asked.request).__name__} within {deadline_s:.1f} s; its "
+            "process is dead, stopped or unreachable, or weight_sync.timeout_s is too short"
         )
 
     def ping(self, *, deadline_s: float) -> None:
@@ -312,8 +333,15 @@ class ControlClient:
         with self._lock:
             self._dealer.close(0)
 
+    def _send(self, asked: Asked) -> None:
+        # A full queue means a dead publisher: nothing to do here, the deadline ends it.
+        with contextlib.suppress(zmq.Again):
+            self._dealer.send(_frame(self._epoch, self._sender, *asked), zmq.NOBLOCK)
+
     def _receive(self, request_id: int, timeout_s: float, check: Check | None) -> Response | None:
-        """The answer to `request_id`; late answers to earlier requests are thrown away."""
+        """The answer to `request_id`; those to others that are begun are kept, late ones are thrown away."""
+        if request_id in self._early:
+            return self._early.pop(request_id)
         until = self._clock() + timeout_s
         while (left_s := until - self._clock()) > 0:
             if check is not None:
@@ -324,6 +352,8 @@ class ControlClient:
             answer = decode(self._dealer.recv(), Answer)
             if answer.request_id == request_id:
                 return answer.response
+            if answer.request_id in self._begun:
+                self._early[answer.request_id] = answer.response
         return None
 
 

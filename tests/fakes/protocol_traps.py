@@ -67,7 +67,7 @@ class Trapped:
 
 def _watch_protocol(traps: Trapped) -> None:
     """Once in a process."""
-    local_tensors, ask, synchronize = sync_world.local_tensors, ControlClient.ask, CpuBackend.synchronize
+    local_tensors, begin, synchronize = sync_world.local_tensors, ControlClient.begin, CpuBackend.synchronize
     prefetch = WeightReceiver.prefetch
 
     class Shards(dict[str, "torch.Tensor"]):
@@ -84,10 +84,10 @@ def _watch_protocol(traps: Trapped) -> None:
     def watched(full: Mapping[str, torch.Tensor], **of_rank: int) -> dict[str, torch.Tensor]:
         return Shards(local_tensors(dict(full), **of_rank))
 
-    def asked(self: Any, request: Any, kind: type[Any], **options: Any) -> Any:
+    def asked(self: Any, request: Any) -> Any:
         if isinstance(request, Check) and traps.has_read:
             traps.reach("attested")
-        return ask(self, request, kind, **options)
+        return begin(self, request)
 
     def prefetched(self: Any, *args: Any, **options: Any) -> Any:
         traps.has_read = False
@@ -99,7 +99,7 @@ def _watch_protocol(traps: Trapped) -> None:
             traps.reach("committing")
         synchronize(self, stream)
 
-    sync_world.local_tensors, ControlClient.ask, CpuBackend.synchronize = watched, asked, synchronized
+    sync_world.local_tensors, ControlClient.begin, CpuBackend.synchronize = watched, asked, synchronized
     WeightReceiver.prefetch = prefetched
     _watch_pulls(base.SourceReader, traps)
 

@@ -249,8 +249,8 @@ class Member:
         asked_at = self._clock()
         await self._prefetch(pin, give_up)
         waiting_since = self._clock()
-        if is_staged or self.commit_lock.locked():
-            pin.release(name)  # it has what it needs, or is frozen: the learner does not wait for an evaluation
+        if self.commit_lock.locked():
+            pin.release(name)  # it is frozen: the learner does not wait for an evaluation
         async with self.commit_lock, turnstile:
             # Waiting for an evaluation to end is nobody's failure, so it does not shorten the time to commit.
             left_s = give_up - waiting_since

@@ -181,6 +181,8 @@ class Epoch:
     end: SlotExporter
     packer: Packer
     sealer: Sealer
+    nbytes: int
+    """Packed for every version."""
     reports: dict[int, PackReport]
     """Version -> report, of the versions that are still held."""
     server: ControlServer | None = None
@@ -291,7 +293,7 @@ class WeightPublisher:
             rank=self._rank,
             version=version,
             slot=slot,
-            nbytes=sum(item.nbytes for item in epoch.plan.items),
+            nbytes=epoch.nbytes,
             wait_s=begun - started,
             pack_s=self._clock() - begun,
             counters=self.counters(),
@@ -361,6 +363,7 @@ class WeightPublisher:
             end=end,
             packer=Packer(self._backend, pack_steps(plan, slots), num_slots=opening.num_slots),
             sealer=sealer,
+            nbytes=sum(item.nbytes for item in plan.items),
             reports={},
         )
 

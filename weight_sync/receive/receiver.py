@@ -396,15 +396,16 @@ class WeightReceiver:
 
     def _write(self, epoch: ReceiverEpoch, pull: Pull, stats: PullStats, deadline: Deadline) -> tuple[PullStats, float]:
         """Bring the version into the parameters: what that cost, and seconds of the whole."""
+        is_staged = epoch.targets.is_staged
+        asked = {} if is_staged else epoch.ask_whether_intact(pull.slots)
         try:
             epoch.check_addresses()
             # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
             self._backend.synchronize()
             started = self._clock()
-            if not epoch.targets.is_staged:
-                epoch.require_intact(pull.version, pull.slots, deadline=deadline)  # before a byte is written
+            epoch.require_intact(pull.version, pull.slots, asked, deadline=deadline)  # before a byte is written
             self._is_dirty = True
-            if epoch.targets.is_staged:
+            if is_staged:
                 epoch.copy_from_buffer()
             else:
                 stats = epoch.pull(pull.version, pull.slots, deadline=deadline)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 import zmq
 
-from weight_sync.channel import ControlClient
+from weight_sync.channel import Asked, ControlClient
 from weight_sync.device.fused import BatchCopy, BatchDigest
 from weight_sync.errors import (
     DigestMismatch,
@@ -102,8 +102,8 @@ class _SourcePull(NamedTuple):
     ended_at: float
     num_stalls: int
     skipped_bytes: int
-    digests: tuple[int, ...]
-    """Of its runs, by the learner."""
+    asked: Asked
+    """For the learner's digests of its runs."""
 
 
 class Source(NamedTuple):
@@ -351,14 +351,19 @@ class ReceiverEpoch:
             by_source=by_source,
         )
 
-    def require_intact(self, version: int, slots: Slots, *, deadline: Deadline) -> None:
-        """
+    def ask_whether_intact(self, slots: Slots) -> dict[int, Asked]:
+        """Ask every learner, without waiting; see `require_intact`."""
+        return {rank: self._ask(slots, rank) for rank in self._sources}
+
+    def require_intact(self, version: int, slots: Slots, asked: Mapping[int, Asked], *, deadline: Deadline) -> None:
+        """Wait for the answers to `ask_whether_intact`.
+
         Raises:
             SlotOverwritten, PublisherLost, PullTimeout: a learner does not hold the version there any more, or is lost.
         """
         pull = _Pull(version, slots, deadline, threading.Event())
-        steps = [partial(self._sent_digests, pull, rank) for rank in self._sources]
-        self._side_by_side(steps, at_once=ASKED_AT_ONCE, on_failed=pull.has_failed.set)
+        for rank, question in asked.items():
+            self._sent_digests(pull, rank, question)
 
     def invalidate(self) -> None:
         """After a pull that failed: nobody is to read what arrived."""
@@ -474,14 +479,15 @@ class ReceiverEpoch:
         began_at = clock()
         changed = None
         if self._unchanged is not None:
-            changed = self._unchanged.changed(rank, partial(self._sent_digests, pull, rank))
+            changed = self._unchanged.changed(rank, lambda: self._sent_digests(pull, rank, self._ask(pull.slots, rank)))
         # A retry, and what need not be read at all, is no matter of the predecessors.
         is_own = is_retry or changed == []
         num_stalls = self._relay.pull(
             rank, pieces, version=pull.version, direct=direct, check=keep_going, is_retry=is_own
         )
         ended_at = clock()
-        return _SourcePull(rank, began_at, ended_at, num_stalls, skipped_bytes, self._sent_digests(pull, rank))
+        # The learner answers while other sources are read, and digests taken.
+        return _SourcePull(rank, began_at, ended_at, num_stalls, skipped_bytes, self._ask(pull.slots, rank))
 
     def _check(self, pull: _Pull) -> None:
         pull.deadline.check()
@@ -491,10 +497,10 @@ class ReceiverEpoch:
     def _attest(self, pull: _Pull, found: _SourcePull) -> _SourcePull | None:
         """What arrived from a learner is what it packed; what differs is pulled once more, past relays."""
         rank = found.rank
-        if not self._wrong_runs(rank, found.digests):
+        if not self._wrong_runs(pull, found):
             return None
         again = self._pull_source(pull, rank, is_retry=True)
-        if not (wrong := self._wrong_runs(rank, again.digests)):
+        if not (wrong := self._wrong_runs(pull, again)):
             return again
         names = sorted({self.plan.runs[i].dst_param for i in wrong})
         num_runs = len(self._sources[rank].runs)
@@ -503,8 +509,14 @@ class ReceiverEpoch:
             f"{', '.join(names[:5])}; suspect the link or the memory of either host"
         )
 
-    def _sent_digests(self, pull: _Pull, rank: int) -> tuple[int, ...]:
-        """The learner's own digests of the runs of this worker.
+    def _ask(self, slots: Slots, rank: int) -> Asked:
+        """Ask a learner, without waiting, whether its slot is whole, and for the digests of the runs of this worker."""
+        at = slots[rank]
+        request = Check(worker=self.plan.worker, slot=at.slot, generation=at.generation)
+        return self._sources[rank].client.begin(request)
+
+    def _sent_digests(self, pull: _Pull, rank: int, asked: Asked) -> tuple[int, ...]:
+        """Wait for them.
 
         Raises:
             SlotOverwritten: the slot was packed again while it was read.
@@ -513,10 +525,9 @@ class ReceiverEpoch:
         """
         at = pull.slots[rank]
         patience_s = min(SILENCE_S, max(pull.deadline.at - self._context.clock(), LAST_WORD_S))
-        request = Check(worker=self.plan.worker, slot=at.slot, generation=at.generation)
         try:
-            checked = self._sources[rank].client.ask(
-                request, Checked, deadline_s=patience_s, check=partial(self._check, pull)
+            checked = self._sources[rank].client.finish(
+                asked, Checked, deadline_s=patience_s, check=partial(self._check, pull)
             )
         except PublisherLost as error:
             if patience_s >= SILENCE_S:
@@ -532,8 +543,11 @@ class ReceiverEpoch:
             )
         return checked.digests
 
-    def _wrong_runs(self, rank: int, sent: tuple[int, ...]) -> list[int]:
-        if not self._request.verify:
+    def _wrong_runs(self, pull: _Pull, pulled: _SourcePull) -> list[int]:
+        rank, is_verified = pulled.rank, self._request.verify
+        found = self._arrived[rank]() if is_verified else ()
+        sent = self._sent_digests(pull, rank, pulled.asked)
+        if not is_verified:
             return []
         source = self._sources[rank]
         if len(sent) != len(source.runs):
@@ -541,7 +555,6 @@ class ReceiverEpoch:
                 f"{self._holder}: learner {rank} sent {len(sent)} digests for {len(source.runs)} runs; "
                 "open both sides with the same plan and the same `verify`"
             )
-        found = self._arrived[rank]()
         wrong = [i for i, a, b in zip(source.runs, sent, found, strict=True) if a != b]
         if self._unchanged is not None and not wrong:
             self._unchanged.verified(rank, sent)

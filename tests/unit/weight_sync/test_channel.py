@@ -178,6 +178,17 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_request(
     assert client.ask(CHECK, Checked, deadline_s=ANSWER_S).is_intact
 
 
+def test_questions_to_one_server_may_be_on_their_way_together(
+    context: zmq.Context, server: ControlServer, desk: Desk
+) -> None:
+    client = client_of(context, server.address)
+    slow, quick = client.begin(PREFETCH), client.begin(CHECK)
+    with pytest.raises(PublisherLost, match=r"did not answer PrefetchRequest within 0\.3 s"):
+        client.finish(slow, Arrived, deadline_s=0.3)  # the other answer comes meanwhile
+    assert client.finish(quick, Checked, deadline_s=ANSWER_S).is_intact
+    assert [request for _, request in desk.seen] == [PREFETCH, CHECK], "an answer that was here is asked for again"
+
+
 def test_an_unexpected_error_of_a_handler_is_answered_and_logged(
     context: zmq.Context, caplog: pytest.LogCaptureFixture
 ) -> None:

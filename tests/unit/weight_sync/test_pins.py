@@ -61,22 +61,36 @@ async def test_a_rank_is_asked_for_one_pin_however_many_workers_read(commit: str
 
 
 @STAGED_OR_NOT
-async def test_a_version_stays_pinned_until_the_last_replica_has_read_it(commit: str) -> None:
-    """Staged it has read when the bytes are there, in place when it has committed."""
+async def test_nothing_is_unpinned_while_an_engine_stands_still(commit: str, asked: list[Pin | Unpin]) -> None:
     first, second = LocalReplica("r0"), LocalReplica("r1")
     async with opened(2, [first, second], commit=commit) as world:
         await world.step(1)
+        await assert_nothing_is_pinned(world)
+        asked.clear()
         commits, seen = second.commit, list[list[list[int | None]]]()
 
         async def look(*args: Any, **options: Any) -> Any:
-            await asyncio.sleep(0.05)  # an unpin is on its way
+            await asyncio.sleep(0.05)  # an unpin would be on its way
             seen.append(pinned(world))
             return await commits(*args, **options)
 
         second.commit = look
         await world.step(2)
-        assert seen == [[[], []] if commit == "staged" else [[2], [2]]]
+        assert seen == [[[2], [2]]]
         await assert_nothing_is_pinned(world)
+        assert asked == [Pin(version=2, ttl_s=pins.PIN_TTL_S)] * 2 + [Unpin(version=2)] * 2
+
+
+async def test_a_frozen_replica_that_has_its_bytes_keeps_no_slot(asked: list[Pin | Unpin]) -> None:
+    async with opened(1, [LocalReplica("r0")], commit="staged") as world:
+        await world.step(1)
+        async with world.coordinator.freeze("r0"):
+            syncing = asyncio.create_task(world.step(2))
+            async with asyncio.timeout(10):
+                while Unpin(version=2) not in asked:
+                    await asyncio.sleep(0.005)
+            assert not syncing.done()
+        await syncing
 
 
 def raising(error: Exception, times: int) -> Callable[..., None]:

@@ -21,6 +21,7 @@ from weight_sync.messages import (
 )
 from weight_sync.plan.agreement import share
 from weight_sync.plan.planner import build_plan
+from weight_sync.plan.types import PackPlan
 from weight_sync.publish.publisher import WeightPublisher, probe_pattern, segments_of
 from weight_sync.receive.recorder import record_layout
 
@@ -59,6 +60,13 @@ def test_arena_holds_the_boxes_cast_to_the_rollout_dtype(rank: LocalPublisher) -
         packed = arena[item.arena_off : item.arena_off + item.nbytes].view(DTYPE).view(item.size)
         assert torch.equal(packed, box.to(DTYPE))
     assert report.nbytes == sum(item.nbytes for item in plan.pack[1].items)
+
+
+def test_a_publish_walks_no_plan(rank: LocalPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner waits for it: what the plan says is worked out when the epoch opens."""
+    rank.ws_open(opening(plan_of(3, 2)))
+    monkeypatch.setattr(PackPlan, "items", property(lambda _: pytest.fail("the plan is walked")))
+    assert decode(rank.ws_publish(1, 5.0), PackReport).nbytes > 0
 
 
 def test_digests_are_those_of_the_bytes_each_worker_pulls(rank: LocalPublisher) -> None:

@@ -454,7 +454,7 @@ def test_a_learner_that_there_is_no_time_to_ask_is_not_called_lost(
     def say_nothing(request: object, kind: object, *, deadline_s: float, check: object = None) -> None:
         raise PublisherLost(f"no answer within {deadline_s:.1f} s")
 
-    monkeypatch.setattr(source.client, "ask", say_nothing)
+    monkeypatch.setattr(source.client, "finish", say_nothing)
 
     def take(deadline_s: float) -> None:
         pair.fetch(2, deadline_s)
