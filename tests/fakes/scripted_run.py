@@ -205,9 +205,6 @@ class World:
     def engine_states(self) -> dict[str, str]:
         return self.replicas
 
-    def exclude_lost_engines(self) -> None:
-        """None is lost here."""
-
     async def wait_for_engine(self, error: Exception) -> None:
         raise error
 

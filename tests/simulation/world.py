@@ -113,6 +113,7 @@ class Simulation:
             restart_worker=self._restart_worker,
             sync_states=lambda: self.fleet.states,
         )
+        self.fleet.coordinator.on_change(self.pool.exclude_lost_engines)
         self._note_evaluations(self.pool)
         self.buffer = RolloutBuffer(
             groups_per_step=self.plan.groups_per_step,
@@ -250,7 +251,6 @@ class Simulation:
             for name, version in fleet.coordinator.live_versions.items()
             if fleet.states[name] == "live" and (version is None or version < report.version)
         }
-        self.pool.exclude_lost_engines()
         for name in behind:  # leased to an evaluation, or lost and on its way to be replaced
             assert self.pool._table[name].state != "live", f"{behind}, and {name} gets requests of training"
 

@@ -215,7 +215,7 @@ def make_fleet(
                 await start_actor(new, name, timeout_s=timeout_s)
                 return await coordinator.join(EngineReplica(name, new))
 
-    return Fleet(
+    fleet = Fleet(
         actors.engines,
         actors.workers,
         group_timeout_s=group_timeout_s(cfg),
@@ -226,6 +226,9 @@ def make_fleet(
         restart_worker=restart_worker,
         sync_states=lambda: coordinator.members,
     )
+    coordinator.on_change(fleet.exclude_lost_engines)
+    fleet.exclude_lost_engines()  # one may have missed the first version
+    return fleet
 
 
 def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) -> EngineSpec:

@@ -267,7 +267,6 @@ class Fleet:
 
     def engine_states(self) -> dict[str, str]:
         """Engine -> "live", or why it is not there. A pinned engine is live."""
-        self.exclude_lost_engines()
         return {
             name: "live" if record.is_there else f"{record.state} ({record.reason})"
             for name, record in self._table.items()
@@ -383,12 +382,12 @@ class Fleet:
             raise
 
     def unpin(self, name: str) -> None:
-        """End a pin. An engine that has missed a version by then is lost."""
-        self.exclude_lost_engines()
+        """End a pin. An engine that was lost meanwhile stays so."""
         self._apply(name, "unpin")
 
     def exclude_lost_engines(self) -> None:
-        """Engines that weight sync has lost have old weights or none, and get no requests."""
+        """To be called whenever the states of weight sync have changed. Engines that it has lost have old weights or
+        none, and get no requests."""
         for name, state in self._sync_states().items():
             if state != "live":
                 self._lose_engine(name, self._table[name].incarnation, f"weight sync: {state}")
@@ -465,7 +464,7 @@ class Fleet:
     async def watch(self, *, needs_groups: Callable[[], bool], needs_engines: Callable[[], bool]) -> None:
         """Keeps the table and the workers' views new, and as many engines and workers alive as there may be.
 
-        Consumes: polls of engines, reports of workers, the states of weight sync. Waits for: its interval. Unblocked
+        Consumes: polls of engines, reports of workers. Waits for: its interval. Unblocked
         by: cancellation, which ends the restarts too; they have deadlines of their own.
 
         Args:
@@ -510,7 +509,6 @@ class Fleet:
         self.close()
 
     def _watch_engines(self, needs_engines: Callable[[], bool]) -> None:
-        self.exclude_lost_engines()
         now, is_over = asyncio.get_running_loop().time(), not needs_engines()
         if not is_over and self._are_engines_lost_for_good():
             states = "; ".join(f"{name} is lost: {record.reason}" for name, record in self._table.items())
@@ -584,6 +582,7 @@ class Fleet:
             poll.cancel()
         self._probes[name] = self._probe(name)
         self._apply(name, "joined")
+        self.exclude_lost_engines()  # weight sync may have lost it since
         log.info("%s is back with version %s", name, version)
         self._notify()
 

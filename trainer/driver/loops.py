@@ -126,7 +126,6 @@ class TrainingRun:
         try:
             async with self.tasks as tasks:
                 background = [tasks.create_task(watch) for watch in (fleet, *watches)]
-                self.workers.exclude_lost_engines()  # one may have missed the first version
                 await self.evaluator.at_start()
                 producers = (self.feed_prompts(), self.run_rollouts(), self.build_batches())
                 loops = (*map(self._while_needed, producers), self.weights.run())
@@ -145,7 +144,6 @@ class TrainingRun:
 
     async def on_live(self, report: SyncReport) -> None:
         """Free the slots of the version's steps, which wakes `feed_prompts`, and evaluate it if that is due."""
-        self.workers.exclude_lost_engines()
         self.state.live_version = report.version
         self._release(report.version)
         await self.evaluator.after_sync(report.version)

@@ -178,7 +178,8 @@ class SyncCoordinator:
                 f"and replicas {names}"
             )
         self._publishers = tuple(publishers)
-        self._members = {replica.name: Member(replica, clock) for replica in replicas}
+        self._listeners: list[Callable[[], object]] = []
+        self._members = {replica.name: self._member(replica, clock) for replica in replicas}
         self._options = options
         self._clock = clock
         self._opener = EpochOpener(publishers, options=options, clock=clock)
@@ -207,6 +208,17 @@ class SyncCoordinator:
     @property
     def members(self) -> dict[str, MemberState]:
         return {name: member.state.public for name, member in self._members.items()}
+
+    def on_change(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called, in the event loop, right after every change of `members`. It must not raise."""
+        self._listeners.append(callback)
+
+    def _changed(self) -> None:
+        for callback in self._listeners:
+            callback()
+
+    def _member(self, replica: ReplicaHandle, clock: Callable[[], float]) -> Member:
+        return Member(replica, clock, on_change=self._changed)
 
     @property
     def live_versions(self) -> dict[str, int | None]:
@@ -331,7 +343,7 @@ class SyncCoordinator:
             PlanMismatch: it splits the model differently.
             WeightSyncError, TimeoutError: it could not be opened, or did not get the version. It is not a member then.
         """
-        agreement, member = self._opened(), Member(replica, self._clock)
+        agreement, member = self._opened(), self._member(replica, self._clock)
         try:
             await self._unlink(replica.name)
             give_up = self._clock() + self._options.timeout_s
@@ -347,6 +359,7 @@ class SyncCoordinator:
                 if old is not None:
                     old.apply("leave")
                     old.disconnect()
+                self._changed()
                 await self._relink()
         except BaseException:
             old = self._members.get(replica.name)

@@ -123,8 +123,11 @@ class Outcome(msgspec.Struct, kw_only=True):
 class Member:
     """A replica in the sync group."""
 
-    def __init__(self, handle: ReplicaHandle, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, handle: ReplicaHandle, clock: Callable[[], float], *, on_change: Callable[[], None] = lambda: None
+    ) -> None:
         self.handle = handle
+        self._on_change = on_change
         self.state = ReplicaState.JOINING
         self.live_version: int | None = None
         self.workers: tuple[ReceiverInfo, ...] = ()
@@ -174,11 +177,12 @@ class Member:
             await self.before_passed.pop()()
 
     def apply(self, event: str) -> None:
-        """The only writer of `state`. One that becomes live while it is leased is held."""
+        """The only writer of `state`. One that becomes live while it is leased is held. Tells `on_change`."""
         after = TRANSITIONS.get((self.state, event))
         if after is None:
             raise ValueError(f"{self.name} is {self.state.value}, which does not allow {event}")
         self.state = HELD if after is LIVE and self.num_leases else after
+        self._on_change()
 
     def begin_lease(self, before_passed: Callable[[], Awaitable[None]]) -> None:
         self.num_leases += 1

@@ -276,8 +276,11 @@ async def test_failing_replica_is_left_out_and_the_others_go_on() -> None:
 
     async with opened(2, replicas) as world:
         await world.step(1)
+        seen: list[dict[str, str]] = []
+        world.coordinator.on_change(lambda: seen.append(world.coordinator.members))
         replicas[0].before_commit = die
         report = await world.step(2)
+        assert seen == [{"r0": "dead", "r1": "live"}]
         assert (report.replicas_live, report.replicas_skipped) == (1, 1)
         assert world.coordinator.members == {"r0": "dead", "r1": "live"}
         replicas[1].assert_holds(world.full)
@@ -287,6 +290,8 @@ async def test_failing_replica_is_left_out_and_the_others_go_on() -> None:
         report = await world.step(3)
         assert report.replicas_live == 2
         replicas[0].assert_holds(world.full)
+        await world.coordinator.leave("r1")
+        assert seen[-1] == {"r0": "live"}
 
 
 async def test_commit_that_fails_once_is_tried_again() -> None:

@@ -384,6 +384,27 @@ async def test_a_learner_that_does_not_close_is_known_to_hang() -> None:
 # A new engine in place of a lost one
 
 
+@in_virtual_time
+async def test_the_fleet_learns_at_once_what_weight_sync_has_lost_also_before_it_was_there() -> None:
+    cfg, members, listeners = config(), {"replica_0": "dead", "replica_1": "live"}, list[Any]()
+    coordinator: Any = SimpleNamespace(members=members, on_change=listeners.append)
+    actors = without_learner(replica_0=HandActor(), replica_1=HandActor())
+    fleet = compose.make_fleet(
+        cfg,
+        plan_placement(cfg, resource=None),
+        get_backend("cpu"),
+        actors,
+        coordinator,
+        DedicatedDevices(coordinator),
+        live_version=lambda: 1,
+    )
+    assert fleet.lost_engines == {"replica_0": "lost (weight sync: dead)"}
+    members["replica_1"] = "dirty"
+    for listener in listeners:
+        listener()
+    assert fleet.lost_engines.keys() == members.keys()
+
+
 @pytest.mark.parametrize(
     ("fails_at", "log"),
     [
@@ -412,7 +433,7 @@ async def test_a_lost_engine_is_replaced_and_a_new_one_without_weights_is_killed
 
     monkeypatch.setattr(compose.ray, "kill", lambda actor: found.append("kill new" if actor is new else "kill old"))
     monkeypatch.setattr(compose, "new_engine", made)
-    coordinator: Any = SimpleNamespace(join=join, members={"replica_0": "live"})
+    coordinator: Any = SimpleNamespace(join=join, members={"replica_0": "live"}, on_change=lambda _: None)
     actors, backend = without_learner(replica_0=old), get_backend("cpu")
     placement = plan_placement(cfg, resource=None)
     fleet = compose.make_fleet(

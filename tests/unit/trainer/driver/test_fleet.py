@@ -184,6 +184,7 @@ class World:
     def lose(self, *names: str) -> None:
         """As weight sync does."""
         self.sync_states |= dict.fromkeys(names, "dead")
+        self.fleet.exclude_lost_engines()
 
     def begin(self, group_id: int) -> asyncio.Task[Group]:
         return asyncio.create_task(self.fleet.run_group(request(group_id)))
@@ -287,7 +288,6 @@ async def test_a_loss_reaches_every_worker_at_once_and_the_new_engine_with_its_h
     workers = Worker(), Worker()
     async with watched_world("ab", *workers, outcomes=[True]) as world:
         world.lose("a")
-        world.fleet.exclude_lost_engines()
         await asyncio.sleep(0.01)
         for worker in workers:
             assert worker.sees == {"a": "lost", "b": "live"}

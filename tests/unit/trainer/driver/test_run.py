@@ -563,14 +563,6 @@ async def test_a_cancelled_run_cancels_everything_and_stays_cancelled_where_that
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_an_engine_that_missed_the_first_version_is_excluded_before_the_first_request(scripted: Make) -> None:
-    """It starts without weights, and would be taken for live until the second version comes."""
-    run, num_requests = scripted(), list[int]()
-    run.world.exclude_lost_engines = lambda: num_requests.append(len(run.world.numbers("generate")))  # type: ignore[method-assign]
-    assert ended_with(run)[0] == "None"
-    assert num_requests[0] == 0
-
-
 # Engines and workers that are lost when all steps are trained: the result is there, so the run ends in order
 
 
@@ -634,6 +626,7 @@ class Losing(ScriptedDriver):
     async def lose_engine(self) -> None:
         """And the fleet looks at it several times."""
         self.members[REPLICA] = "dead"
+        self.fleet.exclude_lost_engines()
         await asyncio.sleep(A_WHILE_S)
 
     async def lose_worker(self) -> None:
