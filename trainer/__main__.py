@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from trainer.config.cli import CommandLine
-    from trainer.config.schema import RunConfig
 
 EXIT_DONE, EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 0, 1, 2, 130
 EXIT_NO_READER = 141
@@ -119,7 +117,6 @@ def _run(line: CommandLine, started_at: float) -> int:
     config, problems = resolve(line, note=sys.stderr.write, check=file_problems)
     if problems:
         raise ConfigurationError([*problems, *data_problems(config)])
-    config = _compiling_where_asked(line, config)
     # The heavy imports (torch, Ray, vLLM) come only after the configuration has been checked.
     try:
         if line.action == "dry_run":
@@ -142,23 +139,6 @@ def _run(line: CommandLine, started_at: float) -> int:
         # What only a learner rank can find out: the weights do not fit their config, or the checkpoint the model.
         sys.stderr.write(f"the model cannot be used as configured: {error}\n")
         return EXIT_CONFIGURATION
-
-
-def _compiling_where_asked(line: CommandLine, config: RunConfig) -> RunConfig:
-    """`learner.compile` off where `device=auto` is a CPU and no user asked: only here, since looking imports torch."""
-    is_here = config.ray.address == "local" and line.device_memory_gib is None
-    if config.device.name != "auto" or not is_here:
-        return config
-    from trainer.config.compose import COMPILE_IS_OFF, compiles_unasked
-
-    if not compiles_unasked(line, config):
-        return config
-    from weight_sync.device.select import get_backend
-
-    if get_backend().ray_resource is not None:
-        return config
-    sys.stderr.write(COMPILE_IS_OFF)
-    return replace(config, learner=replace(config.learner, compile=False))
 
 
 def report_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

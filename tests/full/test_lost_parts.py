@@ -91,7 +91,7 @@ def groups_of(run: TrainerProcess) -> list[dict[str, Any]]:
 def test_engine_and_rollout_worker_come_back_and_cost_no_group_and_the_loss_of_a_learner_is_the_end(
     start: Start, tmp_path: Path
 ) -> None:
-    config = run_config(WORK, *write_inputs(WORK, tmp_path / "inputs"), device="cpu")
+    config = run_config(WORK, *write_inputs(WORK, tmp_path / "inputs"))
     config["task"]["eval_path"] = config["task"]["train_path"]
     config["model"]["random_weights"] = True
     (tmp_path / "inputs" / "long.yaml").write_text(yaml.safe_dump(config))

@@ -42,11 +42,6 @@ _LINE_ESCAPE = re.compile(r"(?<!\\)\\[nrt](?![a-z])")
 """Such as \\n at the end of a text, and not \\nabla or \\text."""
 _CANNOT = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
-COMPILE_IS_OFF = (
-    "learner.compile is off because it takes minutes on a CPU; learner.compile=true on the command line, or in your "
-    "own YAML file, turns it on\n"
-)
-
 
 class _Override(NamedTuple):
     """One word of the command line that sets, adds (`+`, `++`) or deletes (`~`) a key or an option of a group."""
@@ -86,9 +81,6 @@ def resolve(
         # Given nodes are a cluster that is joined: the devices of this host do not matter.
         config = with_value(config, "ray.address", "auto")
     config, notes, unread = reset_inactive(config, chosen=_chosen(line, config), written=_written(line, config, files))
-    is_compile_off = config.device.name == "cpu" and compiles_unasked(line, config)
-    if is_compile_off:
-        config = with_value(config, "learner.compile", value=False)
     refused = {problem.key for problem in [*problems, *misfits]}
     # A refused key has its default now: what follows from that default alone is not the user's problem.
     consequences = [
@@ -98,7 +90,7 @@ def resolve(
     ]
     if problems or misfits:
         raise ConfigurationError([*problems, *misfits, *consequences])
-    notes = _missing_defaults(line) + ("" if consequences else notes) + (COMPILE_IS_OFF if is_compile_off else "")
+    notes = _missing_defaults(line) + ("" if consequences else notes)
     if note is not None and notes:
         note(notes)
     return config, consequences
@@ -157,25 +149,6 @@ def _written(line: CommandLine, config: RunConfig, files: DictConfig) -> set[str
 
     known = {one.key for one in _overrides(line) if one.key in all_keys() and not all_keys()[one.key].is_section}
     return set(filter(is_wish, known))
-
-
-def compiles_unasked(line: CommandLine, config: RunConfig) -> bool:
-    """Whether only a configuration of Tandem turns `learner.compile` on: on a CPU that does not count."""
-    if not config.learner.compile or any(one.key == "learner.compile" for one in _overrides(line)):
-        return False
-    return line.config_dir is None or not _sets_compile(line.config_name, line.config_dir)
-
-
-def _sets_compile(name: str, folder: Path) -> bool:
-    """Whether the file of that name in the user's `folder` does, or one there that its defaults list builds on."""
-    if not (folder / f"{name}.yaml").is_file():
-        return False
-    data = _raw_file(name, [folder])
-    defaults = data.get("defaults")
-    entries = cast("list[object]", defaults) if isinstance(defaults, list) else []
-    return "learner.compile" in _leaves(data) or any(
-        _sets_compile(entry.lstrip("/"), folder) for entry in entries if isinstance(entry, str)
-    )
 
 
 def _missing_defaults(line: CommandLine) -> str:

@@ -110,11 +110,13 @@ class LearnerConfig:
     """Float32 logits, in learner and engines alike: products of the output matrix are not rounded to
     `model.compute_dtype` before the softmax. null does it where the engines can (CUDA or ROCm, a vLLM with
     `head_dtype`), since one side alone is worse than none; false rounds on both sides, as engines without it do."""
-    activation_checkpointing: Bool = False
-    """Recompute each block in the backward."""
-    compile: Bool = False
-    """torch.compile each block: 1.1 to 1.4 times as fast on an H200, and up to a minute longer to start on a new host.
-    On a CPU, where it takes minutes, only the command line or your own YAML file turns it on."""
+    activation_checkpointing: Bool | Literal["selective"] = False
+    """Recompute each block in the backward, which takes least memory. `selective` keeps the results of matrix products
+    and attention, and recomputes the rest."""
+    compile: Bool | Literal["auto"] = "auto"
+    """torch.compile each block: 1.1 to 1.4 times as fast on H100s and H200s, with less memory, and up to a minute
+    longer to start on a new host. `auto` does so on accelerators that Triton supports, and computes without where it
+    fails; not on a CPU, where it takes minutes."""
     cpu_offload: Bool = False
     """Keep parameters and optimizer state in host memory (FSDP2 CPU offload)."""
     reference_cpu_offload: Bool = False

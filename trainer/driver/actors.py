@@ -38,7 +38,7 @@ from trainer.learner.actor import learner_actor
 from trainer.learner.group import LearnerGroup
 from trainer.remote import ACTOR_OUTPUT, EngineReplica, call, start_actor
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
-from weight_sync.device import merge_env
+from weight_sync.device import EnvVar, merge_env
 from weight_sync.vllm.compat import EXTENSION, has_float32_head
 
 if TYPE_CHECKING:
@@ -345,9 +345,16 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
     )
 
 
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+"""Of torch: where it caches compiled code."""
+
+
 def _options(cfg: RunConfig, backend: Backend, placement: Placement, *, role: Role, name: str) -> dict[str, Any]:
     """Resources, environment, and a name that people see in `ps` and logs."""
     needed = (*backend.process_env(role), *(backend.sharing_env() if cfg.mode.shares_devices else ()))
+    if role == "learner" and cfg.ray.address == "local":  # elsewhere there may be no such directory
+        why = "what a run compiles is there for the next, also after a restart of the host"
+        needed = (*needed, EnvVar(name=COMPILED, value=str(tiny_model.cache_dir() / "inductor"), why=why))
     env = merge_env(needed, cfg.device.env, dict(os.environ))
     return {**placement.options(name), "runtime_env": {"env_vars": env}, "name": name, "max_restarts": 0}
 

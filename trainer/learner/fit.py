@@ -73,7 +73,7 @@ def fit_micro_batch(
 
     if backend.torch_device == "cpu":
         tokens = max(longest, TOKENS_ON_CPU) if asked == "auto" else asked
-        if cfg.learner.compile:
+        if cfg.learner.compile is True:
             rehearse(tokens)
         return tokens
     if asked != "auto":

@@ -6,11 +6,14 @@ Shape legend: `T` packed tokens, `L` loss tokens, `E` hidden size.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from trainer.config.schema import model_paths
@@ -38,6 +41,7 @@ from trainer.learner.weights import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,6 +57,7 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale",
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 """Of `config.layer_types`: what reaches our attention function with all that it does. Convolutions, recurrences and
 chunked or sparse attention would mix packed sequences."""
+MATRIX_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::_grouped_mm"}
 CONFIG_ERRORS = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, ArithmeticError, ImportError,
 )  # fmt: skip
@@ -215,10 +220,16 @@ class PolicyModel(RootModel):
     """
 
     def __init__(
-        self, hf: PreTrainedModel, cfg: RunConfig, *, value_head: ValueHead | None = None, num_tokens: int | None = None
+        self,
+        hf: PreTrainedModel,
+        cfg: RunConfig,
+        *,
+        device: torch.device,
+        value_head: ValueHead | None = None,
+        num_tokens: int | None = None,
     ) -> None:
-        """`value_head` is of a critic that shares the backbone; it is not in `hf`, so nothing publishes it. Log-probs
-        are among the first `num_tokens` tokens, or all."""
+        """`device` will compute. `value_head` is of a critic that shares the backbone; it is not in `hf`, so nothing
+        publishes it. Log-probs are among the first `num_tokens` tokens, or all."""
         super().__init__()
         self._num_tokens = num_tokens
         self.hf = hf
@@ -228,7 +239,7 @@ class PolicyModel(RootModel):
             chunk_tokens=cfg.learner.logprob_chunk_size,
             entropy_has_grad=cfg.algorithm.entropy_coef > 0,
             float32=cfg.learner.fp32_head is not False,
-            compiled=cfg.learner.compile,
+            compiled=compiles(cfg, device),
         )
 
     def forward(self, inputs: PackedInputs) -> PolicyOutput:
@@ -307,7 +318,9 @@ def build_policy(cfg: RunConfig, context: ParallelContext) -> BuiltPolicy:
     if cfg.model.lora.rank:
         add_adapters(meta.hf, meta.blocks, cfg.model.lora, base_dtype=torch_dtype(cfg.model.compute_dtype))
     shares = cfg.algorithm.uses_critic and cfg.critic.shared_backbone
-    policy = PolicyModel(meta.hf, cfg, value_head=ValueHead(hidden_size(meta.hf)) if shares else None)
+    policy = PolicyModel(
+        meta.hf, cfg, device=context.device, value_head=ValueHead(hidden_size(meta.hf)) if shares else None
+    )
     layout = shard_and_load(policy, meta, cfg, context=context, cpu_offload=cfg.learner.cpu_offload)
     init_adapters(meta.hf, seed=cfg.seed)
     return BuiltPolicy(policy=policy, layout=layout, source_dir=meta.source_dir, device=context.device)
@@ -339,7 +352,7 @@ def shard_and_load(
     """
     hf, compute_dtype = meta.hf, torch_dtype(cfg.model.compute_dtype)
     is_trained = any(param.requires_grad for param in root.parameters())
-    _prepare_blocks(hf, meta.blocks, cfg, recomputes=is_trained and cfg.learner.activation_checkpointing)
+    _prepare_blocks(hf, meta.blocks, cfg, device=context.device, is_trained=is_trained)
     heads = [module for module in root.modules() if isinstance(module, ValueHead)]
     room = UNSHARDED_SHARE * context.backend.memory_info()[1]
     copied = sum(p.numel() for p in hf.parameters() if p.dtype != compute_dtype)
@@ -423,13 +436,43 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _prepare_blocks(hf: PreTrainedModel, blocks: nn.ModuleList, cfg: RunConfig, *, recomputes: bool) -> None:
-    if recomputes:
-        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if cfg.learner.compile:
-        for block in blocks:
-            # The forward, not the module: FSDP2's hooks then stay outside, and names of parameters stay as they are.
+def _prepare_blocks(
+    hf: PreTrainedModel, blocks: nn.ModuleList, cfg: RunConfig, *, device: torch.device, is_trained: bool
+) -> None:
+    recomputes = is_trained and cfg.learner.activation_checkpointing
+    if recomputes is True:
+        kwargs = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    for block in blocks:
+        # The forward, not the module: FSDP2's hooks then stay outside, and names of parameters stay as they are.
+        if recomputes == "selective":
+            # Inside of what is compiled, whose operations it could not see otherwise.
+            block.forward = functools.partial(_recompute_cheap, block.forward)
+        if compiles(cfg, device):
+            # A compiler that fails, as without a C compiler on the host, costs time and no run.
+            torch._dynamo.config.suppress_errors = cfg.learner.compile == "auto"
             block.forward = torch.compile(block.forward, dynamic=True, options=_compile_options())
+
+
+def compiles(cfg: RunConfig, device: torch.device) -> bool:
+    """Whether blocks are compiled."""
+    if cfg.learner.compile != "auto":
+        return cfg.learner.compile
+    return device.type != "cpu" and has_triton()
+
+
+def _recompute_cheap(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward`, of which the backward recomputes all but matrix products and attention."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+
+def _keep_products(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    name = operation.name()
+    is_kept = name in MATRIX_PRODUCTS or "attn" in name or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _compile_options() -> dict[str, Any]:

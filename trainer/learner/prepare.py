@@ -84,7 +84,7 @@ def build_reference(cfg: RunConfig, built: BuiltPolicy, context: ParallelContext
         param.requires_grad_(False)
         param.data = param.data.to(torch_dtype(cfg.model.compute_dtype))
     # A teacher may be padded to more rows, which the policy does not have: both distributions are over the same tokens.
-    model = PolicyModel(meta.hf, cfg, num_tokens=vocab_size(built.policy.hf))
+    model = PolicyModel(meta.hf, cfg, device=context.device, num_tokens=vocab_size(built.policy.hf))
     layout = shard_and_load(model, meta, cfg, context=context, cpu_offload=cfg.learner.reference_cpu_offload)
     return Reference(
         BuiltPolicy(policy=model, layout=layout, source_dir=meta.source_dir, device=context.device), key=key

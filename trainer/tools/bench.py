@@ -154,7 +154,7 @@ def measure(args: argparse.Namespace, work: Workload, case: Case) -> dict[str, A
     run_dir = _run_dir(args, case)
     config_dir = run_dir.parent / "inputs"
     config_dir.mkdir(parents=True, exist_ok=True)
-    config = run_config(work, *write_inputs(work, config_dir), device=args.device)
+    config = run_config(work, *write_inputs(work, config_dir))
     (config_dir / "bench.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     plan = BenchPlan(work=work, case=case, warmup=args.warmup, num_steps=args.steps, peak_tflops=args.peak_tflops)
     overrides = overrides_of(case, work, num_steps=plan.total_steps, device=args.device)

@@ -120,8 +120,8 @@ def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
     return model, prompts
 
 
-def run_config(work: Workload, model: Path, prompts: Path, *, device: str) -> dict[str, Any]:
-    """For `python -m trainer --config-dir`; a case adds its devices. No CPU compiles."""
+def run_config(work: Workload, model: Path, prompts: Path) -> dict[str, Any]:
+    """For `python -m trainer --config-dir`; a case adds its devices."""
     dtypes = {"rollout_dtype": work.dtype, "compute_dtype": work.dtype}
     long_s = 3600.0  # the benchmark has its own deadline
     return {
@@ -149,7 +149,6 @@ def run_config(work: Workload, model: Path, prompts: Path, *, device: str) -> di
         "learner": {
             "max_tokens_per_micro_batch": work.micro_batch_tokens,
             "activation_checkpointing": work.activation_checkpointing,
-            "compile": device != "cpu" and work.shape != TINY_SHAPE.name,
         },
         "trainer": {
             "groups_per_step": work.groups_per_step,

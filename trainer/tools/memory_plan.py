@@ -279,19 +279,27 @@ def arena_bytes(cfg: RunConfig, shape: ModelShape) -> int:
     return cfg.weight_sync.num_slots * _share(cfg, published)
 
 
-def activation_bytes_per_block(shape: ModelShape, *, num_tokens: int, compute_bytes: int) -> int:
-    """What the backward of one block needs from its forward, without checkpointing and with attention that keeps no
-    scores.
+Kept = Literal["all", "fused", "products"]
+"""What of a block's forward is there until its backward: all results, those that its compiled form keeps, or those of
+matrix products and attention."""
 
-    Per token, with b bytes a number: two norms (input and normalised input in float32, result in b); two residual sums;
-    queries, keys and values before and after the rotation; the output of attention; gate, up, activation and product of
-    the MLP.
+
+def activation_bytes_per_block(shape: ModelShape, *, num_tokens: int, compute_bytes: int, kept: Kept = "all") -> int:
+    """What the backward of one block needs from its forward, with attention that keeps no scores.
+
+    Per token, with b bytes a number: two norms (input in float32, normalised input and result in b); queries, keys and
+    values after the rotation; the output of attention; gate, up, activation and product of the MLP.
     """
-    b, e = compute_bytes, shape.hidden_size
-    norms, residuals = 2 * e * (4 + 4 + 2 * b), 2 * e * b
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = b * (2 * q + 4 * kv + q)
-    return num_tokens * (norms + residuals + attention + 4 * b * shape.intermediate_size)
+    b, e, inner = compute_bytes, shape.hidden_size, shape.intermediate_size
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    match kept:
+        case "all":
+            numbers = b * (attention + 4 * inner) + 2 * e * (4 + 2 * b)
+        case "fused":  # activations of the MLP are computed again, and norms have no float32
+            numbers = b * (attention + 3 * inner + 4 * e)
+        case "products":  # with the block's input
+            numbers = b * (attention + 2 * inner + 3 * e)
+    return num_tokens * numbers
 
 
 def _estimate(name: str, nbytes: int, hint: str) -> MemoryItem:
@@ -300,7 +308,7 @@ def _estimate(name: str, nbytes: int, hint: str) -> MemoryItem:
 
 def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
     """While this model is trained."""
-    b, checkpointing = DTYPE_BYTES[cfg.model.compute_dtype], cfg.learner.activation_checkpointing
+    b, learner = DTYPE_BYTES[cfg.model.compute_dtype], cfg.learner
     room = UNSHARDED_SHARE * device.total_bytes
     copied = shape.num_trained_params * (b < MASTER_BYTES)
     if cfg.learner.num_ranks == 1 and not cfg.learner.cpu_offload and copied * b <= room:
@@ -309,11 +317,20 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
         unsharded = shape.num_params if shape.num_params * b <= room else _gathered_params(shape)
         in_backward = 0 if shape.num_frozen_params else shape.num_root_params + shape.num_block_params
     num_tokens = _tokens(cfg)
-    block = activation_bytes_per_block(shape, num_tokens=num_tokens, compute_bytes=b)
-    # With checkpointing, the input of each block and the one being recomputed.
-    activations, fewer = shape.num_layers * block, f"{FEWER_TOKENS}, or learner.activation_checkpointing=true"
-    if checkpointing:
-        activations, fewer = shape.num_layers * num_tokens * shape.hidden_size * b + block, FEWER_TOKENS
+    is_compiled = learner.compile is True or (learner.compile == "auto" and not device.is_shared)
+
+    def block(kept: Kept) -> int:
+        return activation_bytes_per_block(shape, num_tokens=num_tokens, compute_bytes=b, kept=kept)
+
+    whole: Kept = "fused" if is_compiled else "all"
+    match learner.activation_checkpointing:
+        case False:
+            activations, fewer = shape.num_layers * block(whole), f"{FEWER_TOKENS}, or learner.activation_checkpointing"
+        case True:  # the input of each block, and the one being recomputed
+            activations, fewer = shape.num_layers * num_tokens * shape.hidden_size * b + block(whole), FEWER_TOKENS
+        case "selective":
+            activations = shape.num_layers * block("products") + block(whole)
+            fewer = f"{FEWER_TOKENS}, or learner.activation_checkpointing=true"
     return (
         _estimate("unsharded weights", unsharded * b, "model.compute_dtype=bfloat16"),
         _estimate("unsharded gradients", in_backward * (b + 4), "a smaller model"),

@@ -242,7 +242,7 @@ def _learner_flops(
     cfg: RunConfig, shape: ModelShape, *, critic: ModelShape | None, teacher: ModelShape | None
 ) -> float:
     """Operations per token in all passes of policy, reference and critic."""
-    recomputes = cfg.learner.activation_checkpointing
+    recomputes = cfg.learner.activation_checkpointing is True  # all products
     flops = training_flops(shape, recomputes=recomputes)
     if cfg.algorithm.kl.coef > 0:
         flops += FORWARD * (shape if teacher is None else teacher).num_active_params

@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-import sys
 from dataclasses import asdict, replace
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from trainer.__main__ import main
 from trainer.config.cli import parse
 from trainer.config.compose import load_config, resolve
 from trainer.config.plain import RENAMED, dump_yaml, read_stored, to_run_config
@@ -216,49 +213,6 @@ def test_a_value_that_is_wrong_is_refused_when_a_section_is_built_or_changed() -
         RunConfig().seed = 1  # type: ignore[misc]
 
 
-# torch.compile on a CPU
-
-
-@pytest.mark.parametrize(
-    ("text", "overrides", "is_compiled"),
-    [
-        ("", [], False),
-        ("", ["learner.compile=true"], True),
-        ("learner: {compile: true}", [], True),
-        ("BASE", [], True),
-    ],
-)
-def test_a_cpu_compiles_only_what_the_user_asks_for(text: str, overrides: list[str], is_compiled: bool) -> None:
-    Path("base.yaml").write_text("defaults: [grpo_7b, _self_]\nlearner: {compile: true}")
-    file = "defaults: [base, _self_]" if text == "BASE" else f"defaults: [grpo_7b, _self_]\n{text}"
-    config, notes = notes_of(*mine(file), "device=cpu", *overrides)
-    assert config.learner.compile is is_compiled
-    assert ("learner.compile is off" in notes) is not is_compiled
-
-
-@pytest.mark.parametrize(
-    ("resource", "arguments", "is_compiled"),
-    [
-        (None, [], False),
-        (None, ["learner.compile=true"], True),
-        (None, ["ray.address=auto"], True),
-        (None, ["--dry-run", "--device-memory-gib", "80"], True),
-        ("GPU", [], True),
-    ],
-)
-def test_auto_that_finds_a_cpu_compiles_only_what_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, resource: str | None, arguments: list[str], is_compiled: bool
-) -> None:
-    ran: list[RunConfig] = []
-    fake = SimpleNamespace(run=lambda config, **_: ran.append(config), dry_run=lambda config, **_: ran.append(config))
-    monkeypatch.setitem(sys.modules, "trainer.driver.run", fake)
-    monkeypatch.setitem(sys.modules, "trainer.tools.dry_run", fake)
-    monkeypatch.setattr("weight_sync.device.select.get_backend", lambda: SimpleNamespace(ray_resource=resource))
-    main(["--config-name", "grpo_7b", *arguments])
-    (config,) = ran
-    assert config.learner.compile is is_compiled
-
-
 # Keys that nothing reads
 
 _OF_CRITIC = ("critic.lr", "critic.weight_decay", "critic.cpu_offload")
@@ -369,8 +323,8 @@ def test_a_7b_configuration_names_its_paper(name: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_small_recipe_takes_one_device_and_compiles_nothing(device: str) -> None:
+def test_the_small_recipe_takes_one_device(device: str) -> None:
     config = load_config(["--config-name=grpo_small", f"device={device}", "model.path=owner/mine"])
     assert (config.learner.num_ranks, config.rollout.num_replicas, config.rollout.num_workers) == (1, 1, 1)
-    assert config.mode.shares_devices and not config.learner.compile
+    assert config.mode.shares_devices
     assert config.ray.object_store_gib < 1

@@ -192,6 +192,20 @@ def test_actors_on_shared_devices_get_what_sharing_needs(mode: str, ports: str |
         assert options["runtime_env"]["env_vars"].get("HCCL_NPU_SOCKET_PORT_RANGE") == ports
 
 
+@pytest.mark.parametrize(
+    ("address", "role", "is_kept"), [("local", "learner", 1), ("local", "engine", 0), ("auto", "learner", 0)]
+)
+def test_what_a_learner_compiles_is_kept_for_the_next_run(
+    address: str, role: Any, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_CACHE_DIR", "/cache")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    placement: Any = SimpleNamespace(options=lambda _name: {})
+    options = compose._options(config(ray={"address": address}), build("cpu"), placement, role=role, name="a")
+    found = options["runtime_env"]["env_vars"].get("TORCHINDUCTOR_CACHE_DIR")
+    assert found == ("/cache/inductor" if is_kept else None)
+
+
 # Paths: actors may be started in another directory
 
 

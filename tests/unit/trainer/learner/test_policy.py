@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import (
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from trainer.data.batch import MicroBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 def test_training_on_policy_reports_ratio_one_and_learns_the_rewarded_tokens(tiny_dir: Path) -> None:
@@ -61,15 +64,34 @@ def test_training_on_policy_reports_ratio_one_and_learns_the_rewarded_tokens(tin
     assert result.seconds.keys() == {"forward", "backward", "optimizer", "step"}
 
 
-@pytest.mark.parametrize("flag", ["activation_checkpointing", "cpu_offload"])
-def test_memory_savers_do_not_change_gradients(flag: str, tiny_dir: Path) -> None:
-    batch = pack(sequences(6))
-    plain, calls = gradients(make_learner(run_config(tiny_dir)), [batch]), []
-    learner = make_learner(run_config(tiny_dir, **{flag: True}))
-    learner.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    saved = gradients(learner, [batch])
-    assert all(tensor.equal(saved[name]) for name, tensor in plain.items())
-    assert len(calls) == (2 if flag == "activation_checkpointing" else 1), "blocks really are computed again"
+@pytest.mark.parametrize(
+    ("saver", "again"),
+    [
+        ({"cpu_offload": True}, set()),
+        ({"activation_checkpointing": True}, {"aten::mm", "aten::silu", ATTENTION}),
+        ({"activation_checkpointing": "selective"}, {"aten::silu"}),
+    ],
+)
+def test_memory_savers_do_not_change_gradients(saver: dict[str, Any], again: set[str], tiny_dir: Path) -> None:
+    batch, counts, found = pack(sequences(6)), [], []
+    for one in ({}, saver):
+        with _Counting() as counting:
+            found.append(gradients(make_learner(run_config(tiny_dir, **one)), [batch]))
+        counts.append(counting.names)
+    assert all(tensor.equal(found[1][name]) for name, tensor in found[0].items())
+    assert {name for name in ("aten::mm", "aten::silu", ATTENTION) if counts[1][name] > counts[0][name]} == again
+
+
+class _Counting(TorchDispatchMode):
+    """Operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.name()] += 1
+        return func(*args, **({} if kwargs is None else kwargs))
 
 
 def test_bfloat16_compute_keeps_float32_masters_and_stays_close(tiny_dir: Path) -> None:

@@ -178,20 +178,16 @@ def test_prompts_have_exactly_the_tokens_and_lengths_they_should(tmp_path: Path,
     assert max(token for prompt in found for token in prompt.token_ids) < work.architecture().vocab
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
 @pytest.mark.parametrize("is_tiny", [True, False])
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_the_configuration_has_known_keys_only_and_compiles_for_accelerators(
-    tmp_path: Path, name: str, is_tiny: bool, device: str
-) -> None:
+def test_the_configuration_has_known_keys_only(tmp_path: Path, name: str, is_tiny: bool) -> None:
     work = workload(name, is_tiny=is_tiny)
-    content = run_config(work, tmp_path / "model", tmp_path / "prompts.jsonl", device=device)
+    content = run_config(work, tmp_path / "model", tmp_path / "prompts.jsonl")
     content.pop("defaults")
     cfg, problems = to_run_config(content)
     assert problems == []
     assert cfg.learner.max_tokens_per_micro_batch >= work.prompt_tokens + work.max_response_tokens
     assert (cfg.task.shuffle, cfg.trainer.groups_per_step) == (False, work.groups_per_step)
-    assert cfg.learner.compile == (device == "auto" and not is_tiny)
 
 
 # The agent
