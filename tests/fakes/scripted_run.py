@@ -213,6 +213,7 @@ class World:
 
     # as LearnerGroup
     flops = None
+    shares_prefix = False
     max_tokens_per_micro_batch = 64
 
     async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:

@@ -103,6 +103,7 @@ class Fleet:
 
     # as LearnerGroup
     flops = None
+    shares_prefix = False
 
     @property
     def max_tokens_per_micro_batch(self) -> int:

@@ -110,6 +110,9 @@ class LearnerConfig:
     """Float32 logits, in learner and engines alike: products of the output matrix are not rounded to
     `model.compute_dtype` before the softmax. null does it where the engines can (CUDA or ROCm, a vLLM with
     `head_dtype`), since one side alone is worse than none; false rounds on both sides, as engines without it do."""
+    share_prefix: Bool | Literal["auto"] = "auto"
+    """Compute the prompt of a group once for all of its responses in a micro-batch, with the same gradient. `auto` does
+    on accelerators with the variable-length attention kernel, in steps that it makes faster by 2% or more."""
     activation_checkpointing: Bool | Literal["selective"] = False
     """Recompute each block in the backward, which takes least memory. `selective` keeps the results of matrix products
     and attention, and recomputes the rest."""

@@ -6,7 +6,8 @@ Ragged numpy arrays, no padding. Shape legend: `T` tokens of a sample or of a pa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -77,6 +78,9 @@ class MicroBatch:
     """float32[T]: `Sample.rewards`, from which the learner finishes the advantages; None where they are final."""
     response_index: np.ndarray | None = None
     """int32[N]: `Sample.response_index`, -1 in an empty micro-batch; None where advantages are final."""
+    prefix_lens: np.ndarray | None = None
+    """int32[N]: how many first tokens a sequence shares with the last one before it that shares none (0). They are
+    computed once, with that one, and are in all other arrays for each sequence. None: nothing is shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,23 @@ class TrainBatch:
     """Reason -> number of trajectories that are not in the batch."""
     balance_frac: float = 1.0
     """As `balance_frac` of its plan: 1 where no rank waits for another."""
+    num_shared_tokens: int = 0
+    """Of `num_tokens`, those that are computed with another sequence."""
+
+
+class SharedPrompts(NamedTuple):
+    """The prompts of a step; samples of one group that begin with the same tokens have the same one."""
+
+    of_sample: Sequence[int]
+    """Which prompt a sample has."""
+    lengths: Sequence[int]
+    """Tokens of each prompt, fewer than its samples have; 0 where nothing can be shared."""
+    costs: Sequence[float]
+    """Of computing each of them, as those of samples."""
+
+
+SHARING_GAIN = 0.02
+"""Share of a step that shared prompts must save to be shared: attention with other keys than queries costs a little."""
 
 
 def plan_micro_batches(
@@ -132,12 +153,78 @@ def plan_micro_batches(
     return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def balance_frac(plan: Sequence[Sequence[Sequence[int]]], costs: Sequence[float]) -> float:
-    """Cost of all samples over that of `plan` as if each micro-batch took as long as the most expensive one beside it:
+def plan_shared(
+    lengths: Sequence[int],
+    *,
+    costs: Sequence[float],
+    prompts: SharedPrompts,
+    share: bool | Literal["auto"],
+    num_ranks: int,
+    max_tokens: int,
+) -> tuple[list[list[list[int]]], bool]:
+    """As `plan_micro_batches`, where samples in one micro-batch compute the prompt that they share once, so they take
+    fewer tokens, and are next to each other. Also whether they do: "auto" shares where that saves time.
+
+    Samples of a prompt stay together as far as that leaves ranks balanced: of several plans, with samples in bundles
+    from all that fit into a micro-batch down to one, the fastest is taken.
+    """
+    plain = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens, costs=costs)
+    if share is False:
+        return plain, False
+    plans = []
+    for bundle_tokens in (max_tokens, max_tokens // 2, max_tokens // 4, 0):
+        bundles = _bundles(lengths, prompts, bundle_tokens)
+        shorter = [prompts.lengths[prompts.of_sample[bundle[0]]] * (len(bundle) - 1) for bundle in bundles]
+        of_bundles = plan_micro_batches(
+            [sum(lengths[i] for i in bundle) - less for bundle, less in zip(bundles, shorter, strict=True)],
+            num_ranks=num_ranks,
+            max_tokens=max_tokens,
+            costs=[micro_batch_cost(bundle, costs, prompts) for bundle in bundles],
+        )
+        plans.append([[_by_prompt(prompts, [bundles[b] for b in bin_]) for bin_ in rank] for rank in of_bundles])
+    best = min(plans, key=lambda plan: _step_cost(plan, costs, prompts))
+    is_faster = _step_cost(best, costs, prompts) <= (1 - SHARING_GAIN) * _step_cost(plain, costs, None)
+    return (best, True) if share is True or is_faster else (plain, False)
+
+
+def _by_prompt(prompts: SharedPrompts, bundles: list[list[int]]) -> list[int]:
+    return sorted(chain.from_iterable(bundles), key=lambda i: (prompts.of_sample[i], i))
+
+
+def _bundles(lengths: Sequence[int], prompts: SharedPrompts, most_tokens: int) -> list[list[int]]:
+    """Samples of one prompt that are computed together, with it in at most `most_tokens`; a longer one is alone."""
+    of_prompt: dict[int, list[int]] = {}
+    for sample, prompt in enumerate(prompts.of_sample):
+        of_prompt.setdefault(prompt, []).append(sample)
+    bundles = []
+    for prompt, members in of_prompt.items():
+        shared = prompts.lengths[prompt]
+        parts = first_fit_decreasing([lengths[i] - shared for i in members], max_tokens=most_tokens - shared)
+        bundles += [sorted(members[i] for i in part) for part in parts]
+    return bundles
+
+
+def micro_batch_cost(members: Sequence[int], costs: Sequence[float], prompts: SharedPrompts | None) -> float:
+    """Of its samples; with `prompts`, each of which is computed once."""
+    total = sum(costs[i] for i in members)
+    if prompts is None:
+        return total
+    used = [prompts.of_sample[i] for i in members]
+    return total - sum(prompts.costs[prompt] * (used.count(prompt) - 1) for prompt in set(used))
+
+
+def _step_cost(plan: list[list[list[int]]], costs: Sequence[float], prompts: SharedPrompts | None) -> float:
+    """As if each micro-batch took as long as the most expensive one beside it."""
+    totals = [[micro_batch_cost(members, costs, prompts) for members in rank] for rank in plan]
+    return sum(map(max, zip(*totals, strict=True)))
+
+
+def balance_frac(plan: list[list[list[int]]], costs: Sequence[float], prompts: SharedPrompts | None = None) -> float:
+    """Cost of all micro-batches over that of `plan` as if each took as long as the most expensive one beside it:
     1 where no rank waits for another."""
-    totals = [[sum(costs[i] for i in members) for members in rank] for rank in plan]
-    slowest = sum(map(max, zip(*totals, strict=True)))
-    return sum(map(sum, totals)) / (len(plan) * slowest) if slowest else 1.0
+    slowest = _step_cost(plan, costs, prompts)
+    total = sum(micro_batch_cost(members, costs, prompts) for rank in plan for members in rank)
+    return total / (len(plan) * slowest) if slowest else 1.0
 
 
 def first_fit_decreasing(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:

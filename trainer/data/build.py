@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count, groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from rollout.reward.builtin import overlong_penalty
 from trainer.algorithms.advantages import GroupRewards, reward_to_go, step_advantages
 from trainer.algorithms.token_weights import loss_weights, select_tokens, tie_break_draws, token_covariances
 from trainer.config.algorithm import loss_traits, traits_of
-from trainer.data.batch import MicroBatch, Sample, TrainBatch, balance_frac, plan_micro_batches
+from trainer.data.batch import MicroBatch, Sample, SharedPrompts, TrainBatch, balance_frac, plan_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,6 +50,7 @@ def build_train_batch(
     max_tokens_per_micro_batch: int,
     max_response_tokens: int,
     cost: Callable[[int, int], float] | None = None,
+    share_prefix: bool | Literal["auto"] = False,
 ) -> TrainBatch:
     """Advantages, loss weights and micro-batches for one optimizer step, of all its groups. Raises as `build_samples`.
 
@@ -57,16 +58,29 @@ def build_train_batch(
     number of ranks or micro-batches. A step whose every trajectory is left out has one empty micro-batch per rank.
     `max_response_tokens` is the limit of the rollouts; overlong shaping counts back from it. `cost` is what ranks and
     micro-batches are balanced by: (tokens, loss tokens) of a sample -> operations; None: its tokens.
+    `share_prefix`: whether prompts of a group are computed once for all of its samples in a micro-batch.
     """
     samples, group_rewards, excluded = build_samples(
         groups, algorithm=algorithm, max_response_tokens=max_response_tokens
     )
     lengths = [s.num_tokens for s in samples]
     costs = [float(s.num_tokens) if cost is None else cost(s.num_tokens, s.num_loss_tokens) for s in samples]
-    plan = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens_per_micro_batch, costs=costs)
+    prompts = _prompts(samples, cost)
+    plan, is_shared = plan_shared(
+        lengths,
+        costs=costs,
+        prompts=prompts,
+        share=share_prefix,
+        num_ranks=num_ranks,
+        max_tokens=max_tokens_per_micro_batch,
+    )
     norm = max_response_tokens if algorithm.loss_norm_tokens is None else algorithm.loss_norm_tokens
     weights = _weights(samples, algorithm, norm)
     selected = _selected(samples, step, algorithm)
+
+    def prefix_lens(members: Sequence[int]) -> np.ndarray:
+        used = [prompts.of_sample[i] for i in members]
+        return np.array([prompts.lengths[now] * (now == before) for before, now in pairwise([-1, *used])], np.int32)
 
     def packed(members: Sequence[int]) -> MicroBatch:
         """Samples end to end."""
@@ -85,18 +99,22 @@ def build_train_batch(
             cov_selected=None if selected is None else np.concatenate([selected[i] for i in members] or [loss_mask]),
             token_rewards=np.concatenate([s.rewards for s in parts]) if pending else None,
             response_index=np.array([s.response_index for s in parts], np.int32) if pending else None,
+            prefix_lens=prefix_lens(members) if is_shared and members else None,
         )
 
+    micro_batches = tuple(tuple(packed(members) for members in rank) for rank in plan)
+    shared = [one.prefix_lens for rank in micro_batches for one in rank if one.prefix_lens is not None]
     return TrainBatch(
         step=step,
-        micro_batches=tuple(tuple(packed(members) for members in rank) for rank in plan),
+        micro_batches=micro_batches,
         num_samples=len({s.response_index for s in samples}),
         num_sequences=len(samples),
         num_tokens=sum(lengths),
         num_loss_tokens=sum(s.num_loss_tokens for s in samples),
         group_rewards=group_rewards if algorithm.finishes_on_ranks else None,
         excluded=excluded,
-        balance_frac=balance_frac(plan, costs),
+        balance_frac=balance_frac(plan, costs, prompts if is_shared else None),
+        num_shared_tokens=sum(int(lens.sum()) for lens in shared),
     )
 
 
@@ -248,6 +266,20 @@ def _samples(
 
 def _name(trajectory: Trajectory) -> str:
     return f"trajectory {trajectory.sample_index} of prompt {trajectory.prompt_id!r}"
+
+
+def _prompts(samples: Sequence[Sample], cost: Callable[[int, int], float] | None) -> SharedPrompts:
+    """What samples of one group have before their first generated token."""
+    found: dict[tuple[int, bytes], int] = {}
+    of_sample, lengths = [], []
+    for sample in samples:
+        length = int(np.argmax(sample.loss_mask))  # 0 without a loss token
+        key = sample.group_id, sample.token_ids[:length].tobytes()
+        if key not in found:
+            found[key] = len(lengths)
+            lengths.append(length)
+        of_sample.append(found[key])
+    return SharedPrompts(of_sample, lengths, [float(n) if cost is None else cost(n, 0) for n in lengths])
 
 
 def _weights(samples: Sequence[Sample], algorithm: AlgorithmConfig, norm_tokens: int) -> list[float]:

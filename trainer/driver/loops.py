@@ -235,6 +235,9 @@ class TrainingRun:
         cfg = self.cfg
         for step in range(self.state.step, cfg.trainer.total_steps):
             groups = await self.buffer.take(step)
+            share_prefix = cfg.learner.share_prefix
+            if share_prefix == "auto" and not self.learner.shares_prefix:
+                share_prefix = False
             self.metrics.queue.taken(groups)
             with self.telemetry.tracer.span("batch_loop", f"build {step}"):
                 batch = await asyncio.to_thread(
@@ -246,6 +249,7 @@ class TrainingRun:
                     max_tokens_per_micro_batch=self.learner.max_tokens_per_micro_batch,
                     max_response_tokens=cfg.rollout.max_response_tokens,
                     cost=None if self.learner.flops is None else self.learner.flops.of_sequence,
+                    share_prefix=share_prefix,
                 )
             await self._batches.put((groups, batch))
         self.state.advance(Phase.DRAINING)

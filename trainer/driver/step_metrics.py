@@ -84,6 +84,7 @@ class StepMetrics:
             "learner/num_sequences": batch.num_sequences,
             "learner/num_micro_batches": len(batch.micro_batches[0]),
             "learner/imbalance": 1 / batch.balance_frac,
+            **_shared_tokens(batch),
             "perf/step_s": step_s,
             "perf/rollout_tokens_per_s": generated / step_s,
             "perf/train_tokens_per_s": batch.num_tokens / learner_s,
@@ -97,6 +98,11 @@ class StepMetrics:
             "discarded/masked_tokens": num_scored - batch.num_loss_tokens,
             **self.lengths.record(),
         }
+
+
+def _shared_tokens(batch: TrainBatch) -> dict[str, float]:
+    shared = batch.num_shared_tokens
+    return {"learner/shared_tokens_frac": shared / batch.num_tokens} if shared else {}
 
 
 def model_flops_utilization(result: StepResult) -> dict[str, float]:

@@ -62,13 +62,15 @@ class ModelFlops:
         return self.of(num_tokens=num_tokens, num_loss_tokens=num_loss_tokens, squared_lengths=float(num_tokens) ** 2)
 
     def of_batches(self, batches: Iterable[MicroBatch]) -> float:
-        """Of packed micro-batches; those without a loss token do not count."""
+        """Of packed micro-batches; those without a loss token do not count, and a shared prefix counts once."""
         trained = [batch for batch in batches if batch.loss_mask.any()]
         lengths_N = np.concatenate([np.zeros(0), *(np.diff(batch.cu_seqlens) for batch in trained)])
+        shared = [batch.prefix_lens for batch in trained if batch.prefix_lens is not None]
+        shared_N = np.concatenate([np.zeros(0), *shared])
         return self.of(
-            num_tokens=float(lengths_N.sum()),
+            num_tokens=float(lengths_N.sum() - shared_N.sum()),
             num_loss_tokens=sum(int(np.count_nonzero(batch.loss_mask)) for batch in trained),
-            squared_lengths=float((lengths_N**2).sum()),
+            squared_lengths=float((lengths_N**2).sum() - (shared_N**2).sum()),
         )
 
 

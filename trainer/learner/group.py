@@ -79,6 +79,8 @@ class LearnerGroup:
         """Of the policy, from `setup` on; None where its shapes are not enough to know."""
         self.max_tokens_per_micro_batch = 0
         """From `setup` on."""
+        self.shares_prefix = False
+        """Whether its attention computes a shared prompt once, from `setup` on."""
         self._timeout_s = timeout_s
         self._has_failed = False
 
@@ -93,6 +95,7 @@ class LearnerGroup:
         reports: list[SetupReport] = await self._all("setup", address, earlier_tokens)
         self.flops = reports[0].flops
         self.max_tokens_per_micro_batch = reports[0].max_tokens_per_micro_batch
+        self.shares_prefix = reports[0].shares_prefix
         return reports
 
     async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:

@@ -4,7 +4,12 @@ Sequences are packed end to end in one row of `T` tokens; no token may see anoth
 `VarlenLayout` hands the boundaries to torch's variable-length kernel; `PaddedLayout` works on every device: it gathers
 sequences of similar length into dense blocks, so that hundreds of short sequences cost a handful of kernel calls.
 
-Shape legend: `T` packed tokens, `N` sequences of a block, `L` padded length of a block, `H` heads, `D` head size.
+Where sequences share their prompt (`MicroBatch.prefix_lens`), the row holds it once and is shorter than the batch:
+every matrix product, norm and head sees it once. Attention alone gets the keys and values of the prompt for each
+sequence again, and their gradients are summed.
+
+Shape legend: `T` tokens of the packed row, `K` keys, `N` sequences (in a block: of the block), `L` padded length of a
+block, `H` heads, `D` head size.
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -52,6 +56,66 @@ class PackedLayout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """Keys of sequences that share their first tokens: for every sequence those of the shared tokens, then its own."""
+
+    cu_seqlens: Tensor
+    """int32[N+1]"""
+    max_seqlen: int
+    row_K: Tensor
+    """int64[K]: token of the row that has the key."""
+    own_T: Tensor
+    """int64[T]: the place of every token's key in its own sequence ..."""
+    again: Tensor
+    """int64[K - T]: ... and the places of those that another sequence sees as well."""
+    repeated: Tensor
+    """int64: tokens of the row that several sequences see."""
+    slot: Tensor
+    """int64[K - T]: of each place in `again`, which of `repeated` it has."""
+
+    @staticmethod
+    def of(cu_seqlens: np.ndarray, rows: np.ndarray, device: torch.device) -> SharedKeys:
+        """As `LayoutFn`."""
+        own, again = _own_places(rows)
+        repeated, slot = np.unique(rows[again], return_inverse=True)
+        tensors = (to_device(array, device) for array in (rows, own, again, repeated, slot))
+        longest = int(np.diff(cu_seqlens).max())
+        return SharedKeys(to_device(cu_seqlens.astype(np.int32), device), longest, *tensors)
+
+    def gather(self, x_THD: Tensor) -> Tensor:
+        """[K, H, D]"""
+        places = self.row_K, self.own_T, self.again, self.repeated, self.slot
+        return _GatherShared.apply(x_THD, *places)  # pyright: ignore[reportReturnType]
+
+
+def _own_places(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places of `rows` (tokens of the row, ascending in their first occurrences) that come first, and all others."""
+    is_first = np.zeros(len(rows), np.bool_)
+    is_first[np.unique(rows, return_index=True)[1]] = True
+    return np.flatnonzero(is_first), np.flatnonzero(~is_first)
+
+
+class _GatherShared(torch.autograd.Function):
+    """`x[row_K]`. Gradients of a token that several sequences see are summed in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, row_K: Tensor, own_T: Tensor, again: Tensor, repeated: Tensor, slot: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(own_T, again, repeated, slot)
+        return x.index_select(0, row_K)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own_T, again, repeated, slot = ctx.saved_tensors
+        grad = grads[0].index_select(0, own_T)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.index_select(0, repeated).to(wide)
+        total.index_add_(0, slot, grads[0].index_select(0, again).to(wide))
+        return grad.index_copy_(0, repeated, total.to(grad.dtype)), None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
 class VarlenLayout:
     """For `torch.nn.attention.varlen` (half precision on devices that have the kernel).
 
@@ -61,6 +125,8 @@ class VarlenLayout:
     cu_seqlens: Tensor
     """int32[N+1]"""
     max_seqlen: int
+    shared: SharedKeys | None = None
+    """None if keys are where queries are."""
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -74,8 +140,12 @@ class VarlenLayout:
                 k_THD, v_THD = (x.repeat_interleave(repeats, dim=1) for x in (k_THD, v_THD))
         # (-1, 0): everything to the left, nothing to the right. The kernel's left side does not count the token itself.
         kwargs["window_size"] = (-1 if window is None else window - 1, 0)
-        cu_seqlens, longest = self.cu_seqlens, self.max_seqlen
-        out = varlen_attn(q_THD, k_THD, v_THD, cu_seqlens, cu_seqlens, longest, longest, scale=scale, **kwargs)
+        # Of fewer queries than keys, the kernel takes the last query to see the last key.
+        bounds = (self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
+        if (shared := self.shared) is not None:
+            k_THD, v_THD = (shared.gather(x) for x in (k_THD, v_THD))
+            bounds = (self.cu_seqlens, shared.cu_seqlens, self.max_seqlen, shared.max_seqlen)
+        out = varlen_attn(q_THD, k_THD, v_THD, *bounds, scale=scale, **kwargs)
         assert isinstance(out, Tensor)  # a tuple only with return_aux
         return out
 
@@ -92,11 +162,13 @@ class Block:
     """int64[real tokens]: places of the block that are not padding ..."""
     packed_index: Tensor
     """int64[real tokens]: ... and the packed token each of them holds."""
+    is_shared: bool = False
+    """Whether some of these are in several sequences."""
 
     def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
         """[N*L, H, D]: output at every place of the block."""
         q_NHLD, k_NHLD, v_NHLD = (
-            _Gather.apply(x, self.token_index, self.place_index, self.packed_index)
+            _Gather.apply(x, self.token_index, self.place_index, self.packed_index, self.is_shared)
             .view(self.num_seqs, self.length, *x.shape[1:])  # pyright: ignore[reportOptionalMemberAccess]
             .transpose(1, 2)
             for x in (q_THD, k_THD, v_THD)
@@ -136,24 +208,26 @@ def _attend_blocks(
 ) -> Tensor:
     outputs = [block.attend(q_THD, k_THD, v_THD, scale=scale, window=window) for block in layout.blocks]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return _Gather.apply(flat, layout.restore_index, None, layout.restore_index)  # pyright: ignore[reportReturnType]
+    return _Gather.apply(flat, layout.restore_index, None, layout.restore_index, False)  # pyright: ignore[reportReturnType]
 
 
 class _Gather(torch.autograd.Function):
     """`x[index]`, whose backward writes each row once, several times faster than the scatter-add of autograd: row
-    `sources[i]` of the gradient (row i if that is None) goes to row `targets[i]` of x, and all other rows get 0."""
+    `sources[i]` of the gradient (row i if that is None) goes to row `targets[i]` of x, and all other rows get 0. If
+    targets occur several times (`adds`), it is a scatter-add."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, sources: Tensor | None, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, sources: Tensor | None, targets: Tensor, adds: bool) -> Tensor:
         ctx.save_for_backward(sources, targets)
-        ctx.num_rows = x.shape[0]
+        ctx.num_rows, ctx.adds = x.shape[0], adds
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (sources, targets), grad = ctx.saved_tensors, grads[0]
-        rows = grad if sources is None else grad.index_select(0, sources)
-        return grad.new_zeros(ctx.num_rows, *grad.shape[1:]).index_copy_(0, targets, rows), None, None, None
+        rows, zeros = grad if sources is None else grad.index_select(0, sources), grad.new_zeros
+        write = Tensor.index_add_ if ctx.adds else Tensor.index_copy_
+        return write(zeros(ctx.num_rows, *grad.shape[1:]), 0, targets, rows), None, None, None, None
 
 
 def register_packed_attention() -> None:
@@ -222,27 +296,33 @@ def why_no_varlen_kernel(device: torch.device, dtype: torch.dtype, *, head_dim: 
     return None if torch.isfinite(out).all() else "its result is not finite"
 
 
-def varlen_layout(cu_seqlens: np.ndarray, device: torch.device) -> VarlenLayout:
-    """`cu_seqlens`: int32[N+1]."""
-    return VarlenLayout(to_device(cu_seqlens.astype(np.int32), device), max_seqlen=int(np.diff(cu_seqlens).max()))
+def varlen_layout(cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> VarlenLayout:
+    """As `LayoutFn`."""
+    if rows is None:
+        return VarlenLayout(to_device(cu_seqlens.astype(np.int32), device), max_seqlen=int(np.diff(cu_seqlens).max()))
+    own = np.searchsorted(_own_places(rows)[0], cu_seqlens)
+    queries = to_device(own.astype(np.int32), device)
+    return VarlenLayout(queries, int(np.diff(own).max()), SharedKeys.of(cu_seqlens, rows, device))
 
 
-def padded_layout(cu_seqlens: np.ndarray, device: torch.device) -> PaddedLayout:
-    """`cu_seqlens`: int32[N+1], every sequence at least one token long."""
+def padded_layout(cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> PaddedLayout:
+    """As `LayoutFn`. Queries of shared tokens are computed for every sequence, and those of the first are used."""
+    is_shared = rows is not None
+    rows = np.arange(cu_seqlens[-1]) if rows is None else rows
     starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
     order = np.argsort(lengths, kind="stable")
     restore, blocks, offset = np.empty(int(cu_seqlens[-1]), np.int64), [], 0
-    for rows in _split_by_length(order, lengths):
-        length = int(lengths[rows].max())
+    for members in _split_by_length(order, lengths):
+        length = int(lengths[members].max())
         position = np.arange(length)[None, :]
-        is_real = position < lengths[rows][:, None]
-        tokens = starts[rows][:, None] + np.minimum(position, lengths[rows][:, None] - 1)
+        is_real = position < lengths[members][:, None]
+        tokens = starts[members][:, None] + np.minimum(position, lengths[members][:, None] - 1)
         places, packed = np.flatnonzero(is_real), tokens[is_real]
         restore[packed] = offset + places
         offset += is_real.size
-        indices = (to_device(index, device) for index in (tokens.reshape(-1), places, packed))
-        blocks.append(Block(len(rows), length, *indices))
-    return PaddedLayout(tuple(blocks), restore_index=to_device(restore, device))
+        indices = (to_device(index, device) for index in (rows[tokens.reshape(-1)], places, rows[packed]))
+        blocks.append(Block(len(members), length, *indices, is_shared=is_shared))
+    return PaddedLayout(tuple(blocks), restore_index=to_device(restore[_own_places(rows)[0]], device))
 
 
 def _split_by_length(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
@@ -257,7 +337,17 @@ def _split_by_length(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]
         limit = sorted_lengths[cut] * BLOCK_GROWTH
 
 
-LayoutFn = Callable[[np.ndarray, torch.device], "PackedLayout"]
+class LayoutFn(Protocol):
+    """Makes the layout of a micro-batch."""
+
+    def __call__(self, cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> PackedLayout:
+        """
+        Args:
+            cu_seqlens: int32[N+1], of whole sequences, every one at least one token long.
+            rows: int64[cu_seqlens[-1]], the token of the packed row that each token of a sequence is; a sequence has
+                shared ones first and at least one of its own. None: every token is in the row.
+        """
+        ...
 
 
 class PackedInputs(NamedTuple):
@@ -267,7 +357,7 @@ class PackedInputs(NamedTuple):
     token_ids_1T: Tensor
     """int64"""
     position_ids_1T: Tensor
-    """int64, restarts at 0 in every sequence."""
+    """int64, restarts at 0 in every sequence; after a shared prefix, behind it."""
     layout: PackedLayout
     predict_pos_L: Tensor
     """int64: packed position whose hidden state predicts the loss token."""
@@ -286,14 +376,35 @@ class PackedInputs(NamedTuple):
         if batch.loss_mask[cu_seqlens[:-1]].any():
             raise ValueError("loss_mask is True on the first token of a sequence, which nothing predicts; mask it out")
         loss_positions = np.flatnonzero(batch.loss_mask)
-        positions = np.arange(len(batch.token_ids)) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
+        token_ids, predict_pos = batch.token_ids, loss_positions - 1
+        positions = np.arange(len(token_ids)) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
+        rows = None if batch.prefix_lens is None else packed_rows(cu_seqlens, batch.prefix_lens)
+        if rows is not None:
+            own, _ = _own_places(rows)
+            token_ids, positions, predict_pos = token_ids[own], positions[own], rows[predict_pos]
         return PackedInputs(
-            token_ids_1T=to_device(batch.token_ids.astype(np.int64), device).unsqueeze(0),
+            token_ids_1T=to_device(token_ids.astype(np.int64), device).unsqueeze(0),
             position_ids_1T=to_device(positions, device).unsqueeze(0),
-            layout=layout(cu_seqlens, device),
-            predict_pos_L=to_device(loss_positions - 1, device),
+            layout=layout(cu_seqlens, device, rows),
+            predict_pos_L=to_device(predict_pos, device),
             target_L=to_device(batch.token_ids[loss_positions].astype(np.int64), device),
         )
+
+
+def packed_rows(cu_seqlens: np.ndarray, prefix_lens: np.ndarray) -> np.ndarray:
+    """The token of the packed row that each token of the batch is: int64[T of the batch]. Raises ValueError unless
+    every shared prefix is shorter than its sequence, and no longer than that of the sequence which has it."""
+    starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens)
+    number = np.arange(len(lengths))
+    first = np.maximum.accumulate(np.where(prefix_lens == 0, number, 0))
+    if prefix_lens[0] != 0 or (prefix_lens >= lengths).any() or (prefix_lens > lengths[first]).any():
+        raise ValueError(f"prefix_lens {prefix_lens.tolist()[:20]} do not fit lengths {lengths.tolist()[:20]}")
+    sequence = np.repeat(number, lengths)
+    position = np.arange(cu_seqlens[-1]) - starts[sequence]
+    is_own = position >= prefix_lens[sequence]
+    rows = np.cumsum(is_own) - 1
+    rows[~is_own] = rows[starts[first[sequence[~is_own]]] + position[~is_own]]
+    return rows
 
 
 def loss_inputs(batch: MicroBatch, logprobs_L: Tensor) -> LossInputs:

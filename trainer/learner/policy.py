@@ -21,7 +21,7 @@ from trainer.learner.fsdp import ShardedAdamW, learning_rate
 from trainer.learner.hf_export import export_hf
 from trainer.learner.model import ParallelContext, build_policy
 from trainer.learner.offload import CpuOffload
-from trainer.learner.packed_inputs import loss_inputs, to_device, token_ages
+from trainer.learner.packed_inputs import loss_inputs, to_device, token_ages, varlen_layout
 from trainer.learner.prepare import build_reference, prepare_step
 from trainer.learner.step_stats import Metric, PhaseTimer, StepResult, StepSums, policy_metrics
 
@@ -75,6 +75,11 @@ class PolicyTrainer:
     def model(self) -> PreTrainedModel:
         """The Hugging Face model: parameters are float32 masters under their checkpoint names, DTensors if sharded."""
         return self._built.policy.hf
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether a prompt that several sequences share costs its attention once."""
+        return self._built.layout is varlen_layout
 
     @property
     def device(self) -> torch.device:

@@ -114,6 +114,8 @@ LEARNER: Rows = (
      "skipped because a gradient was not finite.", "0"),
     ("learner/critic_lr", "1", "Learning rate of the critic.", "follows the schedule"),
     ("learner/num_tokens", "tokens", "Tokens of the responses in learner/num_samples, prompts included.", "steady"),
+    ("learner/shared_tokens_frac", "fraction", "Of learner/num_tokens, those of prompts that were computed "
+     "with another response (learner.share_prefix); absent if none.", "steady"),
     ("learner/num_loss_tokens", "tokens", "Tokens with loss.", "steady"),
     ("learner/num_samples", "responses", "Trained responses of the step: all but response/excluded.",
      "groups_per_step x group_size"),

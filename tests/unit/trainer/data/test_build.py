@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn, random_groups
 from trainer.config.algorithm import ESTIMATORS, AlgorithmConfig, KlConfig
 from trainer.data.build import build_train_batch
+from trainer.learner.packed_inputs import packed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,6 +86,44 @@ def in_turns(sample_index: int, *rewards: float, outcome: float, num_tokens: int
     """One context token and `num_tokens` generated ones per turn."""
     turns = tuple(make_turn(1, [(0, num_tokens)], reward=reward) for reward in rewards)
     return make_trajectory(sample_index, turns=turns, reward=outcome)
+
+
+# Prompts that are computed once
+
+
+@pytest.mark.parametrize("max_tokens", [10, 25, 1000])
+def test_samples_of_a_group_share_their_prompt_and_keep_their_content(max_tokens: int) -> None:
+    def answer(index: int, prompt: int) -> Trajectory:
+        turns = make_turn(5, [(0, 2 + index)], first_token=prompt), make_turn(1, [(0, 2)])
+        return make_trajectory(index, turns=turns)
+
+    groups = [
+        make_group([answer(0, 20), answer(1, 20), answer(2, 30), answer(3, 20)], group_id=0),
+        make_group([answer(0, 20), answer(1, 20)], group_id=1),
+    ]
+    shared, plain = (
+        build_train_batch(
+            groups,
+            step=7,
+            algorithm=AlgorithmConfig(),
+            num_ranks=1,
+            max_tokens_per_micro_batch=max_tokens,
+            max_response_tokens=100,
+            share_prefix=share,
+        )
+        for share in (True, False)
+    )
+    assert content(shared) == content(plain) and plain.num_shared_tokens == 0
+    if max_tokens == 1000:
+        assert shared.num_shared_tokens == 3 * 5
+    for micro in micro_batches(shared):
+        assert micro.prefix_lens is not None
+        rows = packed_rows(micro.cu_seqlens, micro.prefix_lens)
+        row_tokens = np.zeros(rows.max() + 1, np.int32)
+        row_tokens[rows] = micro.token_ids
+        assert row_tokens[rows].tolist() == micro.token_ids.tolist(), "one row, one token"
+        assert len(row_tokens) <= max_tokens or len(micro.cu_seqlens) == 2
+    assert shared.num_shared_tokens == sum(int(micro.prefix_lens.sum()) for micro in micro_batches(shared))
 
 
 # The split over ranks and micro-batches

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from itertools import chain, product
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.batch import balance_frac, first_fit_decreasing, plan_micro_batches
+from trainer.data.batch import (
+    SHARING_GAIN,
+    SharedPrompts,
+    balance_frac,
+    first_fit_decreasing,
+    plan_micro_batches,
+    plan_shared,
+)
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
 FEW_LENGTHS = st.lists(st.integers(1, 20), max_size=6)
@@ -107,3 +115,72 @@ def test_impossible_requests_are_refused() -> None:
         plan_micro_batches([1, 0], num_ranks=1, max_tokens=1)
     with pytest.raises(ValueError, match="must be >= 1, got 0"):
         plan_micro_batches([1], num_ranks=1, max_tokens=0)
+
+
+def plan_of_groups(
+    seed: int, *, num_groups: int, share: Any, num_ranks: int, max_tokens: int, shortest: int = 1, longest: int = 60
+) -> tuple[list[list[list[int]]], bool, list[int], list[float], SharedPrompts]:
+    """Of groups of 8 whose prompts have a third of the mean response."""
+    rng = np.random.default_rng(seed)
+    of_sample = np.repeat(np.arange(num_groups), 8)
+    prompt_lens = rng.integers(1, max(2, longest // 6), num_groups)
+    lengths = (prompt_lens[of_sample] + rng.integers(shortest, longest, len(of_sample))).tolist()
+    costs = [work(n) for n in lengths]
+    prompts = SharedPrompts(of_sample.tolist(), prompt_lens.tolist(), [work(n) for n in prompt_lens.tolist()])
+    plan, is_shared = plan_shared(
+        lengths, costs=costs, prompts=prompts, share=share, num_ranks=num_ranks, max_tokens=max_tokens
+    )
+    return plan, is_shared, lengths, costs, prompts
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    num_groups=st.integers(1, 5),
+    num_ranks=st.integers(1, 4),
+    max_tokens=st.integers(1, 500),
+)
+def test_shared_prompts_count_once_in_a_micro_batch_and_are_shared_where_that_is_faster(
+    seed: int, num_groups: int, num_ranks: int, max_tokens: int
+) -> None:
+    sizes = {"num_groups": num_groups, "num_ranks": num_ranks, "max_tokens": max_tokens}
+    plain, _, lengths, costs, prompts = plan_of_groups(seed, share=False, **sizes)
+    assert plain == plan_micro_batches(lengths, costs=costs, num_ranks=num_ranks, max_tokens=max_tokens)
+    for share in (True, "auto"):
+        plan, is_shared, *_ = plan_of_groups(seed, share=share, **sizes)
+        assert sorted(flat(plan)) == list(range(len(lengths)))
+        for members in chain.from_iterable(plan) if is_shared else ():
+            assert computed_tokens(members, lengths, prompts) <= max_tokens or len(members) == 1
+            used = [prompts.of_sample[i] for i in members]
+            assert used == sorted(used), "those of a prompt are next to each other"
+        if is_shared:
+            saved = 1 - step_cost(plan, costs, prompts) / step_cost(plain, costs, None)
+            assert share is True or saved >= SHARING_GAIN
+        else:
+            assert share == "auto" and plan == plain
+
+
+def computed_tokens(members: list[int], lengths: list[int], prompts: SharedPrompts) -> int:
+    used = [prompts.of_sample[i] for i in members]
+    again = sum(prompts.lengths[prompt] * (used.count(prompt) - 1) for prompt in set(used))
+    return sum(lengths[i] for i in members) - again
+
+
+def step_cost(plan: list[list[list[int]]], costs: list[float], prompts: SharedPrompts | None) -> float:
+    """As if every micro-batch took as long as the most expensive one beside it."""
+
+    def cost(members: list[int]) -> float:
+        used = [] if prompts is None else [prompts.of_sample[i] for i in members]
+        again = sum(work(prompts.lengths[p]) * (used.count(p) - 1) for p in set(used)) if prompts else 0.0
+        return sum(costs[i] for i in members) - again
+
+    return sum(max(map(cost, beside)) for beside in zip(*plan, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_groups_of_long_prompts_save_most_of_them_and_stay_balanced(num_ranks: int) -> None:
+    sizes = {"num_groups": 32, "num_ranks": num_ranks, "max_tokens": 2000, "shortest": 25, "longest": 400}
+    plan, is_shared, lengths, costs, prompts = plan_of_groups(0, share="auto", **sizes)
+    repeated = sum(prompts.lengths[p] for p in prompts.of_sample) - sum(prompts.lengths)
+    computed = sum(computed_tokens(members, lengths, prompts) for members in chain.from_iterable(plan))
+    assert is_shared and sum(lengths) - computed > 0.7 * repeated
+    assert balance_frac(plan, costs, prompts) > 0.97

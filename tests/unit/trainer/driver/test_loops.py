@@ -95,6 +95,19 @@ def test_a_run_trains_every_step_and_no_group_is_too_old_whatever_is_slow(
         assert {line["buffer/num_slots"] for line in written} == {2 * 3}, "one step ahead, and none more"
 
 
+@pytest.mark.parametrize(
+    ("asked", "learner_shares", "is_shared"),
+    [("auto", True, True), ("auto", False, False), (False, True, False), (True, False, True)],
+)
+def test_prompts_are_shared_where_the_learner_gains_by_it_or_the_user_says(
+    asked: Any, learner_shares: bool, is_shared: bool, scripted: Make, play: Play
+) -> None:
+    run = scripted(learner={"share_prefix": asked}, trainer={"total_steps": 2})
+    run.world.shares_prefix = learner_shares
+    play(run)
+    assert [("learner/shared_tokens_frac" in line) for line in lines(run)] == 2 * [is_shared]
+
+
 def test_one_step_off_the_next_step_is_generated_while_one_is_trained(scripted: Make, play: Play) -> None:
     """Engines need at most 4 s, and a version 0.7 s to get to them; the learner needs 10 s."""
     mode = asdict(load_config(["mode=one_step_off"]).mode)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,9 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from tests.fakes.learner import KINDS, pack, save_tiny, sequences
+from tests.fakes.learner import KINDS, one_sequence, pack, save_tiny, sequences
 from trainer.errors import ModelError
 from trainer.learner.logprobs import Head, selected_logprobs
+from trainer.learner.model import predicting_states
 from trainer.learner.packed_inputs import (
     ATTENTION_NAME,
     BLOCK_GROWTH,
@@ -69,6 +72,73 @@ def test_packed_forward_equals_one_forward_per_sequence(kind: str, tmp_path: Pat
     (plain * direction).sum().backward()
     for (name, a), b in zip(packed_model.named_parameters(), plain_model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=2e-4, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def plain_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+    *, scale: float, window_size: tuple[int, int], enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What torch's kernel computes: the last query of a sequence sees its last key."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1] if enable_gqa else 1, dim=1) for x in (k, v))
+    assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
+    parts = []
+    for (q_start, q_stop), (k_start, k_stop) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[q_start:q_stop], k[k_start:k_stop]) * scale
+        num_q, num_k = q_stop - q_start, k_stop - k_start
+        behind = torch.arange(num_q)[:, None] + num_k - num_q - torch.arange(num_k)
+        left, right = window_size
+        hidden = (behind < -right) | (behind > left if left >= 0 else torch.zeros_like(behind, dtype=torch.bool))
+        parts.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[k_start:k_stop])
+        )
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("layout", [padded_layout, varlen_layout])
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "qwen3"])
+def test_a_prompt_that_is_computed_once_gives_the_gradients_of_one_forward_per_sequence(
+    kind: str, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+    register_packed_attention()
+    directory, rng = save_tiny(tmp_path, kind), np.random.default_rng(4)
+    parts, prefix_lens = [], []
+    for num_answers, prompt_len in ((3, 9), (1, 4), (4, 1), (2, 21)):
+        prompt = rng.integers(0, 61, prompt_len)
+        for answer in range(num_answers):
+            mask = np.arange(prompt_len + rng.integers(1, 24)) >= prompt_len
+            part = one_sequence(rng, mask)
+            part.token_ids[:prompt_len] = prompt
+            parts.append(part)
+            prefix_lens.append(prompt_len if answer else 0)
+    batch = replace(pack(parts), prefix_lens=np.array(prefix_lens, np.int32))
+    found: list[tuple[Tensor, ...]] = []
+    for attention in (ATTENTION_NAME, "sdpa"):
+        hf = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=attention, dtype=torch.float64)
+        if attention == "sdpa":
+            states, targets = [], []
+            for part in parts:
+                ids, positions = torch.from_numpy(part.token_ids.astype(np.int64)), np.flatnonzero(part.loss_mask)
+                states.append(hf.base_model(input_ids=ids[None]).last_hidden_state[0, positions - 1])
+                targets.append(ids[positions])
+            hidden, target = torch.cat(states), torch.cat(targets)
+        else:
+            inputs = PackedInputs.of(batch, device=CPU, layout=layout)
+            assert inputs.token_ids_1T.shape[1] == len(batch.token_ids) - sum(prefix_lens)
+            hidden, target = predicting_states(hf, inputs), inputs.target_L
+        logp, _ = selected_logprobs(hidden, hf.get_output_embeddings().weight, target, Head())
+        direction = torch.randn(len(logp), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        (logp * direction).sum().backward()
+        found.append((logp, *(param.grad for param in hf.parameters())))
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-5)  # norms are in float32
+
+
+def test_prefixes_that_do_not_fit_their_sequences_are_refused() -> None:
+    batch = pack(sequences(2))
+    for prefix_lens in ([1, 0], [0, 40], [2, 2]):
+        with pytest.raises(ValueError, match="do not fit lengths"):
+            PackedInputs.of(replace(batch, prefix_lens=np.array(prefix_lens)), device=CPU, layout=padded_layout)
 
 
 def test_what_is_not_computed_is_refused() -> None:

@@ -124,6 +124,22 @@ def test_values_advantages_returns_and_gradients_are_those_of_a_plain_model(kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_prompts_that_are_computed_once_change_no_gradient_of_policy_or_critic(kind: str, tiny_dir: Path) -> None:
+    learner, (parts, step_rewards) = make_learner(config(tiny_dir, critic=KINDS[kind], **GAE)), rewarded(6, seed=9)
+    train(learner, 2)
+    prompt_lens = [min(int(np.argmax(part.loss_mask)) for part in (parts[0], one)) for one in parts]
+    for part, length in zip(parts, prompt_lens, strict=True):
+        part.token_ids[:length] = parts[0].token_ids[:length]
+    plain = pack(parts)
+    shared = replace(plain, prefix_lens=np.array([0, *prompt_lens[1:]], np.int32))
+    expected = gradients(learner, [plain], **step_rewards)
+    assert_gradients(gradients(learner, [shared], **step_rewards), expected, tolerance=3e-5)
+    assert learner.flops is not None
+    again = learner.flops.of_batches([plain]) - learner.flops.of_batches([shared])
+    assert again == pytest.approx(sum(learner.flops.of_sequence(length, 0) for length in prompt_lens[1:]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whiten", [True, False])
 def test_the_policy_has_the_gradient_of_those_advantages(kind: str, whiten: bool, tiny_dir: Path) -> None:
     cfg = config(tiny_dir, critic=KINDS[kind], whiten_advantages=whiten, **GAE)

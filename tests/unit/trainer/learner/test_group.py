@@ -64,11 +64,11 @@ class HandActor:
 
 async def test_all_ranks_meet_at_the_address_of_rank_0() -> None:
     flops = ModelFlops(per_token=6.0, per_loss_token=0.0, per_squared_length=2.0)
-    ready = SetupReport(seconds={}, warnings=(), flops=flops, max_tokens_per_micro_batch=64)
+    ready = SetupReport(seconds={}, warnings=(), flops=flops, max_tokens_per_micro_batch=64, shares_prefix=True)
     actors = [HandActor(node_address=("10.0.0.1", 77), setup=ready), HandActor(setup=ready)]
     group = LearnerGroup(actors, timeout_s=1.0)
     await group.setup()
-    assert group.flops == flops and group.max_tokens_per_micro_batch == 64
+    assert (group.flops, group.max_tokens_per_micro_batch, group.shares_prefix) == (flops, 64, True)
     assert actors[0].calls == [("node_address", ()), ("setup", (("10.0.0.1", 77), None))]
     assert actors[1].calls == [("setup", (("10.0.0.1", 77), None))]
 
