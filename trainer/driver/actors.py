@@ -393,7 +393,8 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
             await actors.learner.load(resumed.path)
             stages["checkpoint"] = time.time() - loading_s
         log_ready("learner", stages)
-        log.info("learner: up to %d tokens per micro-batch", actors.learner.max_tokens_per_micro_batch)
+        tokens = actors.learner.max_tokens_per_micro_batch
+        log.info("learner: %s; up to %d tokens per micro-batch", ranks[0].description, tokens)
 
     async def engine(name: str, actor: Any) -> None:
         log_ready(name, await start_actor(actor, name, timeout_s=limit_s))

@@ -87,6 +87,8 @@ class SetupReport:
     """Of the policy; None where its shapes are not enough to know."""
     max_tokens_per_micro_batch: int
     """The same on every rank."""
+    description: str
+    """How the rank computes, for the driver's log."""
     shares_prefix: bool = False
     """Whether its attention computes a prompt that sequences share once."""
 
@@ -132,6 +134,7 @@ class LearnerActor:
             flops=self._parts.learner.flops,
             max_tokens_per_micro_batch=self._parts.max_tokens_per_micro_batch,
             shares_prefix=self._parts.learner.shares_prefix,
+            description=self._parts.learner.description,
         )
 
     def _set_up(self, address: Address, earlier_tokens: int | None) -> dict[str, float]:

@@ -98,6 +98,13 @@ class RootModel(nn.Module):
     compute_weights: ComputeWeights | None = None
     """Of a model that is not sharded and has masters of another dtype."""
 
+    @property
+    def placement(self) -> str:
+        """How its parameters are kept, in words."""
+        if not isinstance(self, FSDPModule):
+            return "not sharded"
+        return "sharded, gathered once per step" if self.stays_whole else "sharded, gathered block by block"
+
     def expect_backward(self, *, is_last: bool) -> None:
         """Call it before every forward with gradient. The backward that is the last before an update releases."""
         if self.compute_weights is not None:

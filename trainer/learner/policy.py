@@ -19,7 +19,7 @@ from trainer.learner.critic import SeparateCritic, ValueSums, build_critic
 from trainer.learner.flops import model_flops, peak_flops
 from trainer.learner.fsdp import ShardedAdamW, learning_rate
 from trainer.learner.hf_export import export_hf
-from trainer.learner.model import ParallelContext, build_policy
+from trainer.learner.model import ParallelContext, build_policy, compiles
 from trainer.learner.offload import CpuOffload
 from trainer.learner.packed_inputs import loss_inputs, to_device, token_ages, varlen_layout
 from trainer.learner.prepare import build_reference, prepare_step
@@ -80,6 +80,13 @@ class PolicyTrainer:
     def shares_prefix(self) -> bool:
         """Whether a prompt that several sequences share costs its attention once."""
         return self._built.layout is varlen_layout
+
+    @property
+    def description(self) -> str:
+        """How it computes, in words."""
+        compiled = "compiled" if compiles(self._cfg, self.device) else "not compiled"
+        attention = "attention by one kernel for every length" if self.shares_prefix else "attention in padded blocks"
+        return f"{self._built.policy.placement}, {compiled}, {attention}"
 
     @property
     def device(self) -> torch.device:

@@ -36,7 +36,7 @@ from torch.multiprocessing.spawn import spawn
 
 from trainer.config.plain import to_run_config
 from trainer.data.batch import MicroBatch
-from trainer.errors import ConfigurationError
+from trainer.errors import ConfigurationError, LearnerError
 from trainer.files import write_atomically
 from trainer.learner.fit import fit_micro_batch
 from trainer.learner.fsdp import open_store
@@ -153,7 +153,7 @@ def _set(data: dict[str, Any], key: str, value: object) -> None:
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 if a step fails, 2 for a wrong command line."""
     parser = make_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     longest = args.longest if args.micro_batch is None else min(args.longest, args.micro_batch)
     shortest = max(2, longest // 16) if args.shortest is None else args.shortest
     if not 2 <= shortest <= longest:
@@ -187,7 +187,11 @@ def main(argv: Sequence[str]) -> int:
             parser.error(str(error))
         store = open_store("127.0.0.1", cfg.learner.port, is_master=True, world_size=job.num_ranks, timeout_s=TIMEOUT_S)
         if job.num_ranks == 1:
-            _rank_main(0, job, cfg, store.port, folder)
+            try:
+                _rank_main(0, job, cfg, store.port, folder)
+            except LearnerError as error:
+                sys.stderr.write(f"{error}\n")
+                return 1
         else:
             spawn(_rank_main, args=(job, cfg, store.port, folder), nprocs=job.num_ranks)
         found = json.loads((model_dir / "result.json").read_text())
@@ -244,6 +248,11 @@ def _rank_main(rank: int, job: Job, cfg: RunConfig, port: int, folder: str) -> N
         found = measure(job, cfg, device=device, backend=backend, rank=rank)
         if rank == 0:
             (Path(folder) / "result.json").write_text(json.dumps(found))
+    except torch.OutOfMemoryError as error:
+        given = job.rows.micro_batch_tokens
+        _, planned = _planned(cfg, backend, given if given else None)
+        lines = "".join(f"\n  {name:<34}{gib(nbytes):>12}" for name, nbytes in planned.items())
+        raise LearnerError(f"out of memory on rank {rank} ({error}); planned were{lines}") from error
     finally:
         dist.destroy_process_group()
 
@@ -278,12 +287,7 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
         _profile(learner, batches, Path(job.profile) if rank == 0 else None, step=len(results))
     num_tokens = sum(len(batch.token_ids) for batch in batches)
     flops, peak_flops = counted[0].model_flops, counted[0].peak_flops
-    total_bytes = backend.memory_info()[1]
-    shape = model_shape(cfg.model, load_config(cfg.model, Path(cfg.model.path)))
-    device_plan = Device(device.type, total_bytes, memory is None)
-    plan = learner_items(with_tokens(cfg, tokens), shape, device_plan, None, None)
-    planned_auto = planned_tokens(with_tokens(cfg, "auto"), shape, device_plan, None, None)
-    planned = {item.name: item.nbytes for item in plan if not item.name.startswith("arenas")}
+    planned_auto, planned = _planned(cfg, backend, tokens)
     return {
         "job": asdict(job),
         "micro_batch_tokens": tokens,
@@ -291,6 +295,7 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
         "device": backend.device_name(),
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "learner": learner.description,
         "setup_s": setup_s,
         "first_step_s": walls[0],
         "step_s": wall_s,
@@ -308,13 +313,22 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
         "memory": {
             "peak_bytes": peak,
             "peak_reserved_bytes": reserved,
-            "device_bytes": total_bytes,
+            "device_bytes": backend.memory_info()[1],
             "planned_bytes": sum(planned.values()),
             "planned": planned,
             "peak_over_planned": None if peak is None else peak / sum(planned.values()),
         },
         "grad_norm": counted[-1].metrics["grad_norm"].mean,
     }
+
+
+def _planned(cfg: RunConfig, backend: Backend, tokens: int | None) -> tuple[int, dict[str, int]]:
+    """Tokens of a micro-batch that `auto` plans, and bytes of everything with `tokens`, or those, without arenas."""
+    shape = model_shape(cfg.model, load_config(cfg.model, Path(cfg.model.path)))
+    device = Device(backend.name, backend.memory_info()[1], is_shared=backend.ray_resource is None)
+    auto = planned_tokens(with_tokens(cfg, "auto"), shape, device, None, None)
+    plan = learner_items(with_tokens(cfg, auto if tokens is None else tokens), shape, device, None, None)
+    return auto, {item.name: item.nbytes for item in plan if not item.name.startswith("arenas")}
 
 
 def _profile(learner: PolicyTrainer, batches: list[MicroBatch], path: Path | None, *, step: int) -> None:
@@ -369,7 +383,7 @@ def table(found: dict[str, Any]) -> str:
     phases = ", ".join(f"{phase} {value:.3f}" for phase, value in seconds.items() if phase != "step")
     away = "" if found["onload_s"] is None else f"; {found['onload_s']:.3f} s to come back before it"
     return (
-        f"{found['job']['shape']} on {found['job']['num_ranks']} x {found['device']}\n"
+        f"{found['job']['shape']} on {found['job']['num_ranks']} x {found['device']}: {found['learner']}\n"
         f"  step            {found['step_s']:.3f} s ({phases}); the first {found['first_step_s']:.1f} s{away}\n"
         f"  micro-batches   {tokens:,} tokens; auto, by the plan: {planned:,}\n"
         f"  tokens          {found['tokens_per_step']:,} per rank, {found['tokens_per_s_per_device']:,.0f} /s\n"

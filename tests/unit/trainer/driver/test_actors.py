@@ -272,7 +272,11 @@ def test_learners_get_a_checkpoint_by_its_absolute_path(here: Path) -> None:
 
 def rank_of(*warnings: str, **seconds: float) -> HandActor:
     seconds = {"imports": 0.0} | seconds
-    return HandActor(setup=SetupReport(seconds=seconds, warnings=warnings, flops=None, max_tokens_per_micro_batch=64))
+    return HandActor(
+        setup=SetupReport(
+            seconds=seconds, warnings=warnings, flops=None, max_tokens_per_micro_batch=64, description="not sharded"
+        )
+    )
 
 
 def engine(reply: object = None, **startup_s: float) -> HandActor:
@@ -304,6 +308,7 @@ async def test_log_and_trace_show_where_the_time_of_each_went_and_warnings_once(
     }
     assert re.search(r"learner is ready after \d+\.\d s \(imports 3\.0 s, model 5\.0 s\)", caplog.text)
     assert re.search(r"replica_0 is ready after \d+\.\d s \(imports 7\.0 s, processes 20\.5 s\)", caplog.text)
+    assert "learner: not sharded; up to 64 tokens per micro-batch" in caplog.text
     assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == ["learner: no such kernel"]
 
 

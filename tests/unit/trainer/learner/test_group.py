@@ -64,7 +64,9 @@ class HandActor:
 
 async def test_all_ranks_meet_at_the_address_of_rank_0() -> None:
     flops = ModelFlops(per_token=6.0, per_loss_token=0.0, per_squared_length=2.0)
-    ready = SetupReport(seconds={}, warnings=(), flops=flops, max_tokens_per_micro_batch=64, shares_prefix=True)
+    ready = SetupReport(
+        seconds={}, warnings=(), flops=flops, max_tokens_per_micro_batch=64, shares_prefix=True, description=""
+    )
     actors = [HandActor(node_address=("10.0.0.1", 77), setup=ready), HandActor(setup=ready)]
     group = LearnerGroup(actors, timeout_s=1.0)
     await group.setup()

@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from tests.fakes.trainer_process import ROOT
+from trainer.tools import bench_learner
 from trainer.tools.bench_learner import Rows, main
 
 if TYPE_CHECKING:
@@ -48,15 +51,34 @@ def test_rows_are_full_repeatable_and_of_the_lengths_that_were_asked_for() -> No
 
 def test_file_has_the_figures_of_two_ranks_and_a_profile_is_written(tmp_path: Path) -> None:
     file, profile = tmp_path / "found.json", tmp_path / "profile.txt"
-    arguments = [*SMALL, "--ranks", "2", "--micro-batches", "2", "--shortest", "48", "--longest", "48"]
-    words = ["--json", str(file), "--profile", str(profile), "device.peak_tflops=1", "learner.lr=0.5"]
+    arguments = [
+        *SMALL,
+        "--ranks",
+        "2",
+        "learner.lr=0.5",
+        "--micro-batches",
+        "2",
+        "--shortest",
+        "48",
+        "--longest",
+        "48",
+    ]
+    words = ["--json", str(file), "--profile", str(profile), "device.peak_tflops=1"]
     assert main([*arguments, *words]) == 0
     found = json.loads(file.read_text())
+    assert found["learner"] == "sharded, gathered once per step, not compiled, attention in padded blocks"
     assert found["tokens_per_step"] == 2 * 96 and found["sequences_per_step"] == 4
     assert found["mfu"] == pytest.approx(found["model_flops"] / 1e12 / found["step_s"])
     assert {"forward", "backward", "optimizer", "step"} <= found["seconds"].keys()
     assert found["memory"]["planned"]["masters (float32)"] * 2 == pytest.approx(4 * 5_985_024, rel=0.01)
     assert "aten::mm" in profile.read_text()
+
+
+def test_without_room_the_plan_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench_learner, "measure", mock.Mock(side_effect=torch.OutOfMemoryError("tried 2 GiB")))
+    assert main(SMALL) == 1
+    error = capsys.readouterr().err
+    assert "out of memory on rank 0 (tried 2 GiB)" in error and "masters (float32)" in error
 
 
 @pytest.mark.parametrize(
