@@ -50,16 +50,19 @@ from weight_sync.messages import (
     encode,
 )
 from weight_sync.node import node_id, reachable_host
+from weight_sync.receive.pull import Deadline, PullStats, WorkerContext
 from weight_sync.receive.quantized import Reloads
 from weight_sync.receive.recorder import Recorded, record
-from weight_sync.receive.sources import Deadline, PullStats, ReceiverEpoch, Slots, WorkerContext, open_epoch
+from weight_sync.receive.sources import open_epoch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from weight_sync.device.base import Backend
     from weight_sync.plan.types import ParamMeta, WorkerLayout
+    from weight_sync.receive.pull import Slots
     from weight_sync.receive.quantized import Reloader
+    from weight_sync.receive.sources import ReceiverEpoch
 
 
 log = logging.getLogger(__name__)
@@ -397,13 +400,16 @@ class WeightReceiver:
     def _write(self, epoch: ReceiverEpoch, pull: Pull, stats: PullStats, deadline: Deadline) -> tuple[PullStats, float]:
         """Bring the version into the parameters: what that cost, and seconds of the whole."""
         is_staged = epoch.targets.is_staged
-        asked = {} if is_staged else epoch.ask_whether_intact(pull.slots)
+        require_intact = None
+        if not is_staged:
+            require_intact = epoch.ask_whether_intact(pull.version, pull.slots, deadline=deadline)
         try:
             epoch.check_addresses()
             # The engine's pause does not wait for the device; kernels of its last step may still read the weights.
             self._backend.synchronize()
             started = self._clock()
-            epoch.require_intact(pull.version, pull.slots, asked, deadline=deadline)  # before a byte is written
+            if require_intact is not None:
+                require_intact()  # before a byte is written
             self._is_dirty = True
             if is_staged:
                 epoch.copy_from_buffer()

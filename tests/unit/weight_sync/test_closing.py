@@ -278,7 +278,7 @@ async def test_one_mapping_that_cannot_be_closed_keeps_nothing_else_open(
         reader = next(r for r in replicas if any(r.receivers[0]._epoch._relay._readers.values()))
         epoch: Any = reader.receivers[0]._epoch
         relayed = next(filter(None, epoch._relay._readers.values()))._reader._block
-        mapped = [one._reader._block for one in epoch._readers.values() if one._reader is not None]
+        mapped = [one._reader._block for one in epoch.readers.values() if one._reader is not None]
         broken = mapped[0] if what == "slots" else relayed
         refuse_to_close(broken)
         with pytest.raises(DeviceError, match="does not unmap this"):
@@ -292,7 +292,7 @@ async def test_one_mapping_that_cannot_be_closed_keeps_nothing_else_open(
 async def test_what_a_replica_could_not_close_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     replica = LocalReplica("r0")
     async with opened(1, [replica], commit="staged"):
-        reader: Any = next(iter(replica.receivers[0]._epoch._readers.values()))._reader
+        reader: Any = next(iter(replica.receivers[0]._epoch.readers.values()))._reader
         broken = reader._block
         refuse_to_close(broken)
         caplog.set_level(logging.WARNING, "weight_sync")

@@ -346,7 +346,7 @@ async def test_byte_that_stays_flipped_is_never_committed(commit: str, state: st
 
 def flip_after_pull(replica: LocalReplica, *, times: int) -> None:
     """Damage the first byte that arrives, `times` times, between the copy and the digest."""
-    end = next(iter(replica.receivers[0]._epoch._readers.values()))
+    end = next(iter(replica.receivers[0]._epoch.readers.values()))
     original, left = end.pull, [times]
 
     def pull(slot: int, pieces: tuple, **kwargs: object) -> None:

@@ -119,7 +119,7 @@ async def test_those_behind_a_replica_that_gives_a_version_up_hear_of_it(caplog:
     replicas = replicas_called(3)
     async with opened(1, replicas, commit="staged") as world:
         await world.step(1)
-        reach: Any = next(iter(replicas[0].receivers[0]._epoch._readers.values()))
+        reach: Any = next(iter(replicas[0].receivers[0]._epoch.readers.values()))
         failures = iter([DigestMismatch("broken memory")] * 2)
         pull = reach.pull
 

@@ -105,10 +105,10 @@ def probe_fails_at_the_second_learner(world: World, patch: pytest.MonkeyPatch) -
 
     probe = ReceiverEpoch._probe
 
-    def fail(self: ReceiverEpoch, source: Any, give_up: Any, end: Any) -> None:
-        if self._holder == "r1/1" and source.info.rank == 1:
+    def fail(self: ReceiverEpoch, info: Any, reader: Any, check: Any) -> None:
+        if self._owner == "r1/1" and info.rank == 1:
             raise PublisherLost("a learner went silent while it was probed")
-        probe(self, source, give_up, end)
+        probe(self, info, reader, check)
 
     patch.setattr(ReceiverEpoch, "_probe", fail)
 

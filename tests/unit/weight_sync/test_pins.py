@@ -104,7 +104,7 @@ def raising(error: Exception, times: int) -> Callable[..., None]:
 
 
 def break_pull(replica: LocalReplica, times: int) -> None:
-    reach: Any = next(iter(replica.receivers[-1]._epoch._readers.values()))
+    reach: Any = next(iter(replica.receivers[-1]._epoch.readers.values()))
     pull, fail = reach.pull, raising(DigestMismatch("broken memory"), times)
     reach.pull = lambda *args, **options: (fail(), pull(*args, **options))
 

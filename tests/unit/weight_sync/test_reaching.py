@@ -19,7 +19,7 @@ from weight_sync.receive.sources import ReceiverEpoch
 from weight_sync.transports import select
 
 if TYPE_CHECKING:
-    from weight_sync.receive.sources import Source
+    from weight_sync.messages import PublisherInfo
 
 __all__ = ["closing"]
 
@@ -49,12 +49,12 @@ def test_probes_share_the_deadline_of_the_epochs_opening(
     pair.receiver._context = replace(pair.receiver._context, clock=lambda: time.monotonic() + late_s)
     probe = ReceiverEpoch._probe
 
-    def probe_slowly(self: ReceiverEpoch, source: Source, *rest: Any) -> None:
+    def probe_slowly(self: ReceiverEpoch, info: PublisherInfo, *rest: Any) -> None:
         nonlocal late_s
-        if source.info.rank != slow:
+        if info.rank != slow:
             assert is_late.wait(5)
-        probe(self, source, *rest)
-        if source.info.rank == slow:
+        probe(self, info, *rest)
+        if info.rank == slow:
             late_s += pair.request.deadline_s
             is_late.set()
 
@@ -99,8 +99,8 @@ def test_one_source_that_cannot_be_reached_ends_the_wait_for_the_others(
     pair = opened_by(3, closing)
     probe, is_waiting = ReceiverEpoch._probe, threading.Event()
 
-    def fail_or_wait(self: ReceiverEpoch, source: Source, reader: Any, check: Any) -> None:
-        match source.info.rank:
+    def fail_or_wait(self: ReceiverEpoch, info: PublisherInfo, reader: Any, check: Any) -> None:
+        match info.rank:
             case 0:
                 is_waiting.set()
                 while True:
@@ -110,7 +110,7 @@ def test_one_source_that_cannot_be_reached_ends_the_wait_for_the_others(
                 assert is_waiting.wait(5)
                 raise PublisherLost("learner 1 is gone")
             case _:
-                probe(self, source, reader, check)
+                probe(self, info, reader, check)
 
     monkeypatch.setattr(ReceiverEpoch, "_probe", fail_or_wait)
     started = time.monotonic()
@@ -144,7 +144,7 @@ async def test_sources_are_connected_when_they_are_first_read_and_one_of_a_kind_
                 replica.assert_holds(full_weights(version))
             connected = [
                 sum(reader._reader is not None and reader._reader._connection is not None for reader in readers)
-                for readers in (epoch._readers.values() for epoch in epochs)
+                for readers in (epoch.readers.values() for epoch in epochs)
             ]
             relayed = [sum(bool(via) for via in epoch._relay._via.values()) for epoch in epochs]
             assert [a + b for a, b in zip(connected, relayed, strict=True)] == [2, 2, 2, 2], "one route to each source"
@@ -165,8 +165,8 @@ async def test_a_learner_that_cannot_be_read_like_the_others_is_read_another_way
     await coordinator.open()
     try:
         epoch: Any = replica.receivers[0]._epoch
-        first = next(rank for rank, reader in epoch._readers.items() if reader._reader is not None)
-        mapped, victim = select.MappedReader, epoch._readers[(first + 1) % 3]._handles[0]
+        first = next(rank for rank, reader in epoch.readers.items() if reader._reader is not None)
+        mapped, victim = select.MappedReader, epoch.readers[(first + 1) % 3]._handles[0]
 
         num_refused = 0
 
@@ -210,7 +210,7 @@ async def test_a_faster_transport_that_failed_is_tried_again_by_one_reader_after
     try:
         epoch: Any = replica.receivers[0]._epoch
         now = 0.0
-        for reader in epoch._readers.values():
+        for reader in epoch.readers.values():
             reader._clock = lambda: now
             reader._node.retry_at = select.RETRY_FASTER_S
             reader._retry_at = 0.0
@@ -230,7 +230,7 @@ async def test_a_faster_transport_that_failed_is_tried_again_by_one_reader_after
         assert await tries(2, 59.0) == 0
         assert await tries(3, 61.0) == 1
         assert await tries(4, 122.0) == 0, "after a failure it is left alone for longer"
-        slow = [reader._reader for reader in epoch._readers.values()]
+        slow = [reader._reader for reader in epoch.readers.values()]
         is_broken = False
         assert await tries(5, 190.0) >= 1
         await tries(6, 190.0)

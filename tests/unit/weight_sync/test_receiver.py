@@ -38,8 +38,8 @@ from weight_sync.messages import (
 from weight_sync.plan.agreement import share
 from weight_sync.plan.planner import build_plan
 from weight_sync.publish.publisher import WeightPublisher
+from weight_sync.receive import pull, staging
 from weight_sync.receive import receiver as prefetch
-from weight_sync.receive import sources, staging
 from weight_sync.transports.mapped import MappedReader
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Pair:
 
     def after_pull(self, action: Callable[[], None]) -> None:
         """Run `action` once, after the bytes of the first source were copied and before they are checked."""
-        end = next(iter(self.receiver._epoch._readers.values()))
+        end = next(iter(self.receiver._epoch.readers.values()))
         original, left = end.pull, [action]
 
         def pull(*args: Any, **kwargs: Any) -> None:
@@ -234,11 +234,11 @@ def test_runs_that_did_not_change_are_not_read_again_unless_the_staging_buffer_l
     pair = Pair([local], ask_local, commit="staged")
     closing.append(pair.receiver)
     num_read = [0]
-    pull = MappedReader.pull
+    read = MappedReader.pull
 
     def counted(reader: Any, slot: int, pieces: Any, **others: Any) -> None:
         num_read[0] += sum(piece.dst.numel() for piece in pieces)
-        pull(reader, slot, pieces, **others)
+        read(reader, slot, pieces, **others)
 
     monkeypatch.setattr(MappedReader, "pull", counted)
 
@@ -272,7 +272,7 @@ def test_pull_over_its_deadline_stops(
     monkeypatch.setattr(prefetch, "SLACK_S", 0.0)
     pair = open_pair(local, closing, "staged")
     pair.after_pull(lambda: time.sleep(1.2))
-    end = next(iter(pair.receiver._epoch._readers.values()))
+    end = next(iter(pair.receiver._epoch.readers.values()))
     original = end.pull
 
     def checked(*args: Any, check: Callable[[], None], **kwargs: Any) -> None:
@@ -293,7 +293,7 @@ class Watched:
         clock = lambda: time.monotonic() + self.late_s  # noqa: E731
         self.receiver._clock = clock
         self.receiver._epoch._context = replace(self.receiver._context, clock=clock)
-        end = next(iter(self.receiver._epoch._readers.values()))
+        end = next(iter(self.receiver._epoch.readers.values()))
         original, left = end.pull, list(pulls)
 
         def pull(*args: Any, check: Callable[[], None], **kwargs: Any) -> None:
@@ -387,7 +387,7 @@ def open_process_pair(process: LearnerProcess, closing: list[Any], commit: str) 
 def test_learner_killed_in_mid_pull_is_noticed_in_time(
     process: LearnerProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
 ) -> None:
-    monkeypatch.setattr(sources, "SILENCE_S", 1.0)
+    monkeypatch.setattr(pull, "PEER_TIMEOUT_S", 1.0)
     pair = open_process_pair(process, closing, commit)
     names, port = shared_memory_names(), int(pair.infos[0].address.endpoint.rpartition(":")[2])
     assert port in listening_ports([process.pid])
@@ -408,7 +408,7 @@ def test_learner_killed_in_mid_pull_is_noticed_in_time(
 def test_stopped_learner_is_noticed_in_time_and_works_on_when_it_wakes(
     process: LearnerProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "SILENCE_S", 0.5)
+    monkeypatch.setattr(pull, "PEER_TIMEOUT_S", 0.5)
     pair = open_process_pair(process, closing, "staged")
     slots = pair.pinned(2)
     process.signal(signal.SIGSTOP)

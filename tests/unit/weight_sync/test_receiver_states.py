@@ -14,8 +14,8 @@ from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PullTimeout, WeightSyncError
 from weight_sync.messages import LinkRequest, SlotAt
 from weight_sync.receive import receiver as module
+from weight_sync.receive.pull import PullStats
 from weight_sync.receive.receiver import TRANSITIONS, ReceiverState, WeightReceiver
-from weight_sync.receive.sources import PullStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def watch(replica: LocalReplica, around: Callable[[int, Callable[[], None], Callable[[], None]], None]) -> None:
     """Every read of a source goes through `around(rank, read, check)`."""
-    for rank, reader in replica.receivers[0]._epoch._readers.items():  # pyright: ignore[reportOptionalMemberAccess]
+    for rank, reader in replica.receivers[0]._epoch.readers.items():  # pyright: ignore[reportOptionalMemberAccess]
         pull = reader.pull
 
         def watched(*args: Any, rank: int = rank, pull: Any = pull, check: Any, **options: Any) -> None:
