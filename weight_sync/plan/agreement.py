@@ -9,19 +9,22 @@ Equal roots mean equal leaves, so each party has exactly the part that the plann
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
 from weight_sync.errors import PlanMismatch
 from weight_sync.plan.checks import pack_problems, pull_problems
 from weight_sync.plan.planner import check_plan, mismatch
-from weight_sync.plan.types import PackPlan, PullPlan
+from weight_sync.plan.types import PackPlan, PullPlan, from_wire, to_wire
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from weight_sync.plan.types import ParamMeta, Plan
+
+
+T = TypeVar("T")
 
 
 class _Parts(msgspec.Struct, frozen=True, array_like=True):
@@ -59,8 +62,8 @@ def share(plan: Plan) -> SharedPlan:
         PlanMismatch: the plan is not consistent.
     """
     check_plan(plan)
-    learners = {_learner(pack.rank): pack.to_bytes() for pack in plan.pack}
-    workers = {_worker(pull.worker): pull.to_bytes() for pull in plan.pull}
+    learners = {_learner(pack.rank): to_wire(pack) for pack in plan.pack}
+    workers = {_worker(pull.worker): to_wire(pull) for pull in plan.pull}
     leaves = {name: hashlib.sha256(part).digest() for name, part in (learners | workers).items()}
 
     def parts(names: Collection[str]) -> bytes:
@@ -83,11 +86,8 @@ def open_pack(data: bytes, *, epoch: int, rank: int) -> tuple[str, PackPlan]:
     Raises:
         PlanMismatch: not for this epoch or rank, damaged, or inconsistent; says what.
     """
-    root, part = _own(data, epoch, _learner(rank))
-    plan = PackPlan.from_bytes(part)
-    problems = pack_problems(plan) if plan.rank == rank else [f"it is that of rank {plan.rank}"]
-    if problems:
-        raise mismatch(f"the plan of rank {rank} in epoch {epoch} is not consistent", problems)
+    root, plan = _open(data, epoch, _learner(rank), PackPlan)
+    _require(plan.rank == rank, pack_problems(plan), _learner(rank))
     return root, plan
 
 
@@ -97,15 +97,12 @@ def open_pull(data: bytes, *, epoch: int, worker: int) -> tuple[str, PullPlan]:
     Raises:
         PlanMismatch: see `open_pack`.
     """
-    root, part = _own(data, epoch, _worker(worker))
-    plan = PullPlan.from_bytes(part)
-    problems = pull_problems(plan) if plan.worker == worker else [f"it is that of worker {plan.worker}"]
-    if problems:
-        raise mismatch(f"the plan of worker {worker} in epoch {epoch} is not consistent", problems)
+    root, plan = _open(data, epoch, _worker(worker), PullPlan)
+    _require(plan.worker == worker, pull_problems(plan), _worker(worker))
     return root, plan
 
 
-def _own(data: bytes, epoch: int, party: str) -> tuple[str, bytes]:
+def _open(data: bytes, epoch: int, party: str, kind: type[T]) -> tuple[str, T]:
     try:
         sent = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -117,7 +114,12 @@ def _own(data: bytes, epoch: int, party: str) -> tuple[str, bytes]:
         raise PlanMismatch(f"this is {party}, the plan has parts for {', '.join(sorted(sent.parts))}")
     if hashlib.sha256(part).digest() != leaf:
         raise PlanMismatch(f"the digest of {party}'s plan is not the one that was agreed on: it was damaged on its way")
-    return _root(sent.epoch, sent.leaves), part
+    return _root(sent.epoch, sent.leaves), from_wire(part, kind)
+
+
+def _require(is_own: bool, problems: Sequence[str], party: str) -> None:
+    if not is_own or problems:
+        raise mismatch(f"the plan of {party} is not consistent", problems if is_own else ["it is another party's"])
 
 
 def _root(epoch: int, leaves: Mapping[str, bytes]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -132,12 +132,15 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
         return np.cumsum(differences, axis=1, dtype=np.int64).T
 
 
-def _to_wire(part: PackPlan | PullPlan) -> bytes:
+def to_wire(part: PackPlan | PullPlan) -> bytes:
     return zlib.compress(_ENCODER.encode(part), 1)
 
 
-def from_wire(data: bytes, decoder: msgspec.msgpack.Decoder[T], *, max_bytes: int = MAX_PLAN_BYTES) -> T:
+def from_wire(data: bytes, kind: type[T], *, max_bytes: int = MAX_PLAN_BYTES) -> T:
     """
+    Args:
+        kind: `PackPlan` or `PullPlan`.
+
     Raises:
         PlanMismatch: `data` are something else, or larger than any plan.
     """
@@ -146,7 +149,7 @@ def from_wire(data: bytes, decoder: msgspec.msgpack.Decoder[T], *, max_bytes: in
         raw = unpacking.decompress(data, max_bytes)
         if not unpacking.eof:
             raise ValueError(f"it is cut off, or larger than {max_bytes} bytes")
-        return decoder.decode(raw)
+        return _DECODERS[kind].decode(raw)
     except (zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise PlanMismatch(
             f"a plan of {len(data)} bytes cannot be decoded: {error}; learner and engine must run the same version of "
@@ -278,16 +281,6 @@ class PackPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=Fa
             found.append(PackItem(meta.name, tuple(box[:ndim]), size, offset, nbytes))
         return tuple(found)
 
-    to_bytes = _to_wire
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> PackPlan:
-        """
-        Raises:
-            PlanMismatch: see `from_wire`.
-        """
-        return from_wire(data, _PACK_DECODER)
-
 
 class PullPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=False, dict=True):
     """What one engine worker reads from the arenas for every version."""
@@ -320,19 +313,10 @@ class PullPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=Fa
         np.add.at(sums, index, self.table[:, 4])
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
-    to_bytes = _to_wire
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> PullPlan:
-        """
-        Raises:
-            PlanMismatch: see `from_wire`.
-        """
-        return from_wire(data, _PULL_DECODER)
-
-
-_PACK_DECODER = msgspec.msgpack.Decoder(PackPlan, dec_hook=_as_values)
-_PULL_DECODER = msgspec.msgpack.Decoder(PullPlan, dec_hook=_as_values)
+_DECODERS: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind, dec_hook=_as_values) for kind in (PackPlan, PullPlan)
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -42,6 +42,7 @@ from weight_sync.plan.types import (
     Table,
     WorkerLayout,
     from_wire,
+    to_wire,
 )
 
 
@@ -430,7 +431,7 @@ def test_every_party_gets_its_own_part_and_the_same_root() -> None:
     plan = _plan(num_ranks=3)
     shared = share(plan)
     opened = [open_pack(shared.for_learner[pack.rank], epoch=1, rank=pack.rank) for pack in plan.pack]
-    assert [own.to_bytes() for _, own in opened] == [pack.to_bytes() for pack in plan.pack]
+    assert [to_wire(own) for _, own in opened] == [to_wire(pack) for pack in plan.pack]
     assert [own.items for _, own in opened] == [pack.items for pack in plan.pack]
     for pull in plan.pull:
         root, own = _part(shared, pull.worker)
@@ -530,13 +531,13 @@ def test_planner_refuses_runs_that_their_learner_does_not_serve(column: int, val
 
 
 def test_oversized_or_malformed_parts_are_refused() -> None:
-    data = _plan().pack[0].to_bytes()
-    assert PackPlan.from_bytes(data).rank == 0
+    data = to_wire(_plan().pack[0])
+    assert from_wire(data, PackPlan).rank == 0
     with pytest.raises(PlanMismatch, match="cut off, or larger than 100 bytes"):
-        from_wire(data, msgspec.msgpack.Decoder(), max_bytes=100)
-    for broken in (data[:-1], b"", zlib.compress(b"nonsense"), PullPlan.of(0, []).to_bytes()):
+        from_wire(data, PackPlan, max_bytes=100)
+    for broken in (data[:-1], b"", zlib.compress(b"nonsense"), to_wire(PullPlan.of(0, []))):
         with pytest.raises(PlanMismatch, match="cannot be decoded"):
-            PackPlan.from_bytes(broken)
+            from_wire(broken, PackPlan)
     with pytest.raises(PlanMismatch, match="came with 8 bytes"):
         Table(2, 2, bytes(8)).values()
     with pytest.raises(PlanMismatch, match="cannot be decoded"):
