@@ -35,7 +35,7 @@ VENDOR_PLACES = r"weight_sync/device/.*|weight_sync/transports/(ipc|pair)\.py|tr
 
 LIGHT = (
     "rollout.types", "rollout.errors", "rollout.prompts", "rollout.agent", "rollout.reward", "rollout.buffer",
-    "trainer.config", "trainer.data", "trainer.telemetry", "trainer.__main__",
+    "trainer.config", "trainer.data", "trainer.telemetry", "trainer.__main__", "weight_sync.plan",
 )  # fmt: skip
 
 
