@@ -133,7 +133,7 @@ class LearnerActor:
             warnings=tuple(record.getMessage() for record in records),
             flops=self._parts.learner.flops,
             max_tokens_per_micro_batch=self._parts.max_tokens_per_micro_batch,
-            shares_prefix=self._parts.learner.shares_prefix,
+            shares_prefix=self._parts.learner.layout.shares_prefix,
             description=self._parts.learner.description,
         )
 

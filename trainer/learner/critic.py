@@ -19,9 +19,10 @@ from trainer.algorithms.advantages import gae_advantages
 from trainer.algorithms.losses import value_loss
 from trainer.config.algorithm import DEFAULT_LR_RATIO
 from trainer.errors import TrainingDiverged
+from trainer.learner.attention import to_device
 from trainer.learner.fsdp import RootModel, ShardedAdamW, learning_rate
 from trainer.learner.model import ValueHead, hidden_size, meta_model, predicting_states, require_tokens, shard_and_load
-from trainer.learner.packed_inputs import PackedInputs, scatter_to_tokens, to_device
+from trainer.learner.packed_inputs import PackedInputs, scatter_to_tokens
 from trainer.learner.step_stats import Metric, sum_over_ranks
 
 if TYPE_CHECKING:

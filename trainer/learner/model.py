@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from trainer.config.schema import model_paths
 from trainer.errors import TESTED, ModelError
+from trainer.learner.attention import ATTENTION_NAME, best_layout, register_packed_attention
 from trainer.learner.flops import head_dim
 from trainer.learner.fsdp import (
     UNSHARDED_SHARE,
@@ -29,7 +30,7 @@ from trainer.learner.fsdp import (
 )
 from trainer.learner.logprobs import Head, selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
-from trainer.learner.packed_inputs import ATTENTION_NAME, PackedInputs, best_layout, register_packed_attention
+from trainer.learner.packed_inputs import PackedInputs
 from trainer.learner.weights import (
     check_weights,
     checkpoint_files,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import ModelConfig, RunConfig
     from trainer.data.batch import MicroBatch
-    from trainer.learner.packed_inputs import LayoutFn
+    from trainer.learner.attention import LayoutFn
     from weight_sync.device.base import Backend
 
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.losses import kl_penalty, policy_loss
 from trainer.errors import GradientsDiverged, TrainingDiverged
+from trainer.learner.attention import attention_name, to_device
 from trainer.learner.checkpoint import load_sharded, save_sharded
 from trainer.learner.critic import SeparateCritic, ValueSums, build_critic
 from trainer.learner.flops import model_flops, peak_flops
@@ -21,7 +22,7 @@ from trainer.learner.fsdp import ShardedAdamW, learning_rate
 from trainer.learner.hf_export import export_hf
 from trainer.learner.model import ParallelContext, build_policy, compiles
 from trainer.learner.offload import CpuOffload
-from trainer.learner.packed_inputs import loss_inputs, to_device, token_ages, varlen_layout
+from trainer.learner.packed_inputs import loss_inputs, token_ages
 from trainer.learner.prepare import build_reference, prepare_step
 from trainer.learner.step_stats import Metric, PhaseTimer, StepResult, StepSums, policy_metrics
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from trainer.algorithms.advantages import GroupRewards
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
+    from trainer.learner.attention import LayoutFn
     from trainer.learner.critic import ValueTargets
     from trainer.learner.model import PolicyOutput
     from weight_sync.device.base import Backend
@@ -77,16 +79,22 @@ class PolicyTrainer:
         return self._built.policy.hf
 
     @property
-    def shares_prefix(self) -> bool:
-        """Whether a prompt that several sequences share costs its attention once."""
-        return self._built.layout is varlen_layout
+    def layout(self) -> LayoutFn:
+        """Of the policy's attention."""
+        return self._built.layout
 
     @property
     def description(self) -> str:
         """How it computes, in words."""
         compiled = "compiled" if compiles(self._cfg, self.device) else "not compiled"
-        attention = "attention by one kernel for every length" if self.shares_prefix else "attention in padded blocks"
-        return f"{self._built.policy.placement}, {compiled}, {attention}"
+        logits = self._cfg.model.compute_dtype if self._cfg.learner.fp32_head is False else "float32"
+        parts = (
+            self._built.policy.placement,
+            compiled,
+            f"{logits} logits",
+            f"attention by {attention_name(self.layout)}",
+        )
+        return ", ".join(parts)
 
     @property
     def device(self) -> torch.device:

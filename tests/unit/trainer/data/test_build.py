@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.unit.trainer.data.conftest import make_group, make_trajectory, make_turn, random_groups
 from trainer.config.algorithm import ESTIMATORS, AlgorithmConfig, KlConfig
 from trainer.data.build import build_train_batch
-from trainer.learner.packed_inputs import packed_rows
+from trainer.learner.attention import packed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,20 +17,22 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import KINDS, one_sequence, pack, save_tiny, sequences
 from trainer.errors import ModelError
-from trainer.learner.logprobs import Head, selected_logprobs
-from trainer.learner.model import predicting_states
-from trainer.learner.packed_inputs import (
+from trainer.learner import attention
+from trainer.learner.attention import (
     ATTENTION_NAME,
     BLOCK_GROWTH,
+    KERNELS,
     SHORTEST_BLOCK,
-    PackedInputs,
     VarlenLayout,
+    attention_name,
     best_layout,
     packed_attention,
     padded_layout,
     register_packed_attention,
-    varlen_layout,
 )
+from trainer.learner.logprobs import Head, selected_logprobs
+from trainer.learner.model import predicting_states
+from trainer.learner.packed_inputs import PackedInputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +96,7 @@ def plain_varlen(
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("layout", [padded_layout, varlen_layout])
+@pytest.mark.parametrize("layout", [padded_layout, *KERNELS[-2:]])
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "qwen3"])
 def test_a_prompt_that_is_computed_once_gives_the_gradients_of_one_forward_per_sequence(
     kind: str, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,9 +115,9 @@ def test_a_prompt_that_is_computed_once_gives_the_gradients_of_one_forward_per_s
             prefix_lens.append(prompt_len if answer else 0)
     batch = replace(pack(parts), prefix_lens=np.array(prefix_lens, np.int32))
     found: list[tuple[Tensor, ...]] = []
-    for attention in (ATTENTION_NAME, "sdpa"):
-        hf = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=attention, dtype=torch.float64)
-        if attention == "sdpa":
+    for implementation in (ATTENTION_NAME, "sdpa"):
+        hf = AutoModelForCausalLM.from_pretrained(directory, attn_implementation=implementation, dtype=torch.float64)
+        if implementation == "sdpa":
             states, targets = [], []
             for part in parts:
                 ids, positions = torch.from_numpy(part.token_ids.astype(np.int64)), np.flatnonzero(part.loss_mask)
@@ -155,37 +157,77 @@ def test_what_is_not_computed_is_refused() -> None:
 
 
 @pytest.fixture
-def accelerator() -> Iterator[torch.device]:
-    """A device on which nothing is computed; what was found before is forgotten."""
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The kernel of an accelerator, which may be replaced, on a CPU; what was found before is forgotten."""
+    found: dict[str, Any] = {"varlen": plain_varlen, "device": torch.device("meta")}
+
+    def varlen_attn(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
+        scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        keys: dict[str, Any] = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
+        return found["varlen"](q, k, v, cu_q, cu_k, max_q, max_k, **keys)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    why_not = attention.why_not
+    monkeypatch.setattr(attention, "why_not", lambda kernel, _, *args, **keys: why_not(kernel, CPU, *args, **keys))
     best_layout.cache_clear()
-    yield torch.device("meta")
+    yield found
     best_layout.cache_clear()
 
 
-def test_a_kernel_that_fails_on_an_accelerator_is_reported_once_with_its_reason(
-    accelerator: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_first_kernel_that_computes_attention_is_taken_and_named_with_those_before_it(kernel: Any) -> None:
+    layout = best_layout(kernel["device"], torch.bfloat16, head_dim=32)
+    assert layout.name == "torch's variable-length kernel" and layout.shares_prefix
+    assert "; not FlashAttention 3 (ModuleNotFoundError: No module named 'flash_attn_interface')" in attention_name(
+        layout
+    )
+    made = layout(np.array([0, 3, 5]), CPU)
+    assert isinstance(made, VarlenLayout) and not made.repeats_kv
+
+
+def test_a_kernel_that_wants_all_heads_of_keys_gets_them(kernel: Any) -> None:
+    def of_equal_heads(q: Tensor, k: Tensor, *args: Any, **keys: Any) -> Tensor:
+        if q.shape[1] != k.shape[1]:
+            raise RuntimeError("Number of heads must be equal")
+        return plain_varlen(q, k, *args, **keys)
+
+    kernel["varlen"] = of_equal_heads
+    layout = best_layout(kernel["device"], torch.bfloat16, head_dim=32)
+    assert "keys and values repeated" in layout.name and "heads must be equal" in attention_name(layout)
+
+
+def test_a_kernel_that_aligns_fewer_queries_with_the_first_keys_is_not_taken(
+    kernel: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def first_keys(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *args: Any, **keys: Any) -> Tensor:
+        return plain_varlen(q, k, v, cu_q, cu_k, *args, **{**keys, "window_size": (-1, int((cu_q - cu_k).abs().max()))})
+
+    kernel["varlen"] = first_keys
+    for _ in range(2):  # policy and reference
+        layout = best_layout(kernel["device"], torch.bfloat16, head_dim=32)
+        assert layout.name == "padded blocks" and not layout.shares_prefix
+    (message,) = caplog.messages
+    assert "attention of padded blocks; not FlashAttention 3" in message and "off by" in message
+
+
+def test_a_kernel_that_fails_is_named_with_its_reason_and_a_lack_of_memory_says_nothing(
+    kernel: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     errors: list[Exception] = [RuntimeError("no kernel image is available")]
 
     def refuse(*_: object, **__: object) -> Tensor:
         raise errors[0]
 
-    monkeypatch.setattr(VarlenLayout, "attend", refuse)
-    for _ in range(2):  # policy and reference
-        assert best_layout(accelerator, torch.bfloat16, head_dim=32) is padded_layout
-    assert best_layout(accelerator, torch.float32, head_dim=32) is padded_layout
+    kernel["varlen"] = refuse
+    best_layout(kernel["device"], torch.bfloat16, head_dim=32)
+    best_layout(kernel["device"], torch.float32, head_dim=32)
     first, second = caplog.messages
-    assert "RuntimeError: no kernel image is available" in first and "it computes in half precision only" in second
+    assert "RuntimeError: no kernel image is available" in first and "half precision only" in second
     best_layout.cache_clear()
-    errors[0] = torch.OutOfMemoryError("tried to allocate 2 GiB")  # says nothing about the kernel
+    errors[0] = torch.OutOfMemoryError("tried to allocate 2 GiB")
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
-        best_layout(accelerator, torch.bfloat16, head_dim=32)
-
-
-def test_a_kernel_that_works_is_taken(accelerator: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VarlenLayout, "attend", lambda _, q, *others, **keys: q * 2)
-    monkeypatch.setattr(torch, "isfinite", lambda _: torch.ones(()))
-    assert best_layout(accelerator, torch.bfloat16, head_dim=32) is varlen_layout
+        best_layout(kernel["device"], torch.bfloat16, head_dim=32)
 
 
 def _reference(

@@ -1,0 +1,466 @@
+"""Attention over packed sequences: which kernel computes it, and where the sequences of a row begin and end.
+
+Sequences are packed end to end in one row of `T` tokens; no token may see another sequence. Two ways to compute it:
+`VarlenLayout` hands the boundaries to torch's variable-length kernel; `PaddedLayout` works on every device: it gathers
+sequences of similar length into dense blocks, so that hundreds of short sequences cost a handful of kernel calls.
+
+Sequences may share their first tokens, which the row then holds once. Their keys and values are repeated for every
+sequence, and the gradients of those are summed.
+
+Shape legend: `T` tokens of the packed row, `K` keys, `N` sequences (in a block: of the block), `L` padded length of a
+block, `H` heads, `D` head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trainer.errors import TESTED, ModelError, one_line
+
+log = logging.getLogger(__name__)
+
+ATTENTION_NAME = "tandem_packed"
+"""Name of our function in transformers' attention interface."""
+
+SHORTEST_BLOCK = 16
+BLOCK_GROWTH = 1.25
+"""A block holds lengths in (L / 1.25, L], or all up to 16: padding costs little, kernel calls cost much."""
+
+
+class PackedLayout(Protocol):
+    """Where the sequences of a packed row begin and end, as one kernel needs it. Not a tuple, which torch.compile would
+    look into: it would compile again for every number of blocks."""
+
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """Causal attention inside each sequence; keys may have fewer heads (GQA). [T, H, D] in the dtype of `q_THD`.
+
+        A token sees itself and the `window - 1` tokens before it; None means all before it.
+        """
+        ...
+
+
+class LayoutFn(Protocol):
+    """Makes the layout of a micro-batch, for one kernel."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Kernels that were tried before, each with the reason against it."""
+        ...
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether a prompt that several sequences share costs its attention once."""
+        ...
+
+    def __call__(self, cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> PackedLayout:
+        """
+        Args:
+            cu_seqlens: int32[N+1], of whole sequences, every one at least one token long.
+            rows: int64[cu_seqlens[-1]], the token of the packed row that each token of a sequence is; a sequence has
+                shared ones first and at least one of its own. None: every token is in the row.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """Keys of sequences that share their first tokens: for every sequence those of the shared tokens, then its own."""
+
+    cu_seqlens: Tensor
+    """int32[N+1]"""
+    max_seqlen: int
+    row_K: Tensor
+    """int64[K]: token of the row that has the key."""
+    own_T: Tensor
+    """int64[T]: the place of every token's key in its own sequence ..."""
+    again: Tensor
+    """int64[K - T]: ... and the places of those that another sequence sees as well."""
+    repeated: Tensor
+    """int64: tokens of the row that several sequences see."""
+    slot: Tensor
+    """int64[K - T]: of each place in `again`, which of `repeated` it has."""
+
+    @staticmethod
+    def of(cu_seqlens: np.ndarray, rows: np.ndarray, device: torch.device) -> SharedKeys:
+        """As `LayoutFn`."""
+        own, again = own_places(rows)
+        repeated, slot = np.unique(rows[again], return_inverse=True)
+        tensors = (to_device(array, device) for array in (rows, own, again, repeated, slot))
+        longest = int(np.diff(cu_seqlens).max())
+        return SharedKeys(to_device(cu_seqlens.astype(np.int32), device), longest, *tensors)
+
+    def gather(self, x_THD: Tensor) -> Tensor:
+        """[K, H, D]"""
+        places = self.row_K, self.own_T, self.again, self.repeated, self.slot
+        return _GatherShared.apply(x_THD, *places)  # pyright: ignore[reportReturnType]
+
+
+class _GatherShared(torch.autograd.Function):
+    """`x[row_K]`. Gradients of a token that several sequences see are summed in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, row_K: Tensor, own_T: Tensor, again: Tensor, repeated: Tensor, slot: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(own_T, again, repeated, slot)
+        return x.index_select(0, row_K)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own_T, again, repeated, slot = ctx.saved_tensors
+        grad = grads[0].index_select(0, own_T)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.index_select(0, repeated).to(wide)
+        total.index_add_(0, slot, grads[0].index_select(0, again).to(wide))
+        return grad.index_copy_(0, repeated, total.to(grad.dtype)), None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenLayout:
+    """For `torch.nn.attention.varlen` (half precision on devices that have the kernel).
+
+    The kernel's backward need not repeat to the last bit, so two equal steps may differ by rounding.
+    """
+
+    cu_seqlens: Tensor
+    """int32[N+1]"""
+    max_seqlen: int
+    shared: SharedKeys | None = None
+    """None if keys are where queries are."""
+    repeats_kv: bool = False
+    """The kernel wants as many heads of keys and values as of queries."""
+    asks_for_gqa: bool = False
+    """It must be told that there are fewer. Can go when torch 2.12 is the oldest we support: then it must always."""
+
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        kwargs: dict[str, Any] = {}
+        if q_THD.shape[1] != k_THD.shape[1]:
+            if self.repeats_kv:
+                repeats = q_THD.shape[1] // k_THD.shape[1]
+                k_THD, v_THD = (x.repeat_interleave(repeats, dim=1) for x in (k_THD, v_THD))
+            elif self.asks_for_gqa:
+                kwargs["enable_gqa"] = True
+        # (-1, 0): everything to the left, nothing to the right. The kernel's left side does not count the token itself.
+        kwargs["window_size"] = (-1 if window is None else window - 1, 0)
+        # Of fewer queries than keys, the kernel takes the last query to see the last key.
+        bounds = (self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
+        if (shared := self.shared) is not None:
+            k_THD, v_THD = (shared.gather(x) for x in (k_THD, v_THD))
+            bounds = (self.cu_seqlens, shared.cu_seqlens, self.max_seqlen, shared.max_seqlen)
+        out = varlen_attn(q_THD, k_THD, v_THD, *bounds, scale=scale, **kwargs)
+        assert isinstance(out, Tensor)  # a tuple only with return_aux
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`num_seqs` sequences padded to `length`. Padding is after the real tokens, so causality alone hides it."""
+
+    num_seqs: int
+    length: int
+    token_index: Tensor
+    """int64[N*L]: packed token at each place; padding repeats a token of the same sequence."""
+    place_index: Tensor
+    """int64[real tokens]: places of the block that are not padding ..."""
+    packed_index: Tensor
+    """int64[real tokens]: ... and the packed token each of them holds."""
+    is_shared: bool = False
+    """Whether some of these are in several sequences."""
+
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """[N*L, H, D]: output at every place of the block."""
+        q_NHLD, k_NHLD, v_NHLD = (
+            _Gather.apply(x, self.token_index, self.place_index, self.packed_index, self.is_shared)
+            .view(self.num_seqs, self.length, *x.shape[1:])  # pyright: ignore[reportOptionalMemberAccess]
+            .transpose(1, 2)
+            for x in (q_THD, k_THD, v_THD)
+        )
+        mask = None
+        if window is not None and window < self.length:
+            distance = torch.arange(self.length, device=q_THD.device)
+            distance = distance[:, None] - distance[None, :]
+            mask = (distance >= 0) & (distance < window)
+        out_NHLD = scaled_dot_product_attention(
+            q_NHLD,
+            k_NHLD,
+            v_NHLD,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=q_NHLD.shape[1] != k_NHLD.shape[1],
+        )
+        return out_NHLD.transpose(1, 2).reshape(self.num_seqs * self.length, *q_THD.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedLayout:
+    """For scaled-dot-product attention, any device and dtype."""
+
+    blocks: tuple[Block, ...]
+    restore_index: Tensor
+    """int64[T]: place of packed token t in the concatenation of all blocks."""
+
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+        return _attend_blocks(self, q_THD, k_THD, v_THD, scale=scale, window=window)  # pyright: ignore[reportCallIssue]
+
+
+@torch.compiler.disable  # the number and shapes of blocks differ in every micro-batch
+def _attend_blocks(
+    layout: PaddedLayout, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    outputs = [block.attend(q_THD, k_THD, v_THD, scale=scale, window=window) for block in layout.blocks]
+    flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return _Gather.apply(flat, layout.restore_index, None, layout.restore_index, False)  # pyright: ignore[reportReturnType]
+
+
+class _Gather(torch.autograd.Function):
+    """`x[index]`, whose backward writes each row once, several times faster than the scatter-add of autograd: row
+    `sources[i]` of the gradient (row i if that is None) goes to row `targets[i]` of x, and all other rows get 0. If
+    targets occur several times (`adds`), it is a scatter-add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, sources: Tensor | None, targets: Tensor, adds: bool) -> Tensor:
+        ctx.save_for_backward(sources, targets)
+        ctx.num_rows, ctx.adds = x.shape[0], adds
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (sources, targets), grad = ctx.saved_tensors, grads[0]
+        rows, zeros = grad if sources is None else grad.index_select(0, sources), grad.new_zeros
+        write = Tensor.index_add_ if ctx.adds else Tensor.index_copy_
+        return write(zeros(ctx.num_rows, *grad.shape[1:]), 0, targets, rows), None, None, None, None
+
+
+def register_packed_attention() -> None:
+    """Make `ATTENTION_NAME` known to transformers. Idempotent; called where a model is built, not at import."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention function of transformers' interface: [1, H, T, D] in, [1, T, H, D] out. The layout is the keyword
+    `packed` of the call of the model. Raises ModelError if the model asks for something this function does not compute
+    (its own mask, soft-capping, attention sinks, a position bias, values of another size than keys), or is called
+    without a layout."""
+    kind, layout = type(module).__name__, kwargs.get("packed")
+    if layout is None:
+        raise ModelError(f"{kind} was not given packed=<layout>, or its model does not hand it on; use {TESTED}")
+    asked = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if attention_mask is not None:
+        asked.append("attention_mask")
+    if value.shape[-1] != query.shape[-1]:
+        asked.append(f"values of size {value.shape[-1]} and keys of size {query.shape[-1]}")
+    if asked:
+        raise ModelError(
+            f"{kind} uses attention with {', '.join(asked)}, which the packed attention does not compute; use {TESTED}"
+        )
+    scaling = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out_THD = layout.attend(q_THD, k_THD, v_THD, scale=scale, window=kwargs.get("sliding_window"))
+    return out_THD.unsqueeze(0), None
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenKernel:
+    """A `LayoutFn` for torch's variable-length attention."""
+
+    name: str
+    flash_impl: str | None = None
+    """Of `torch.nn.attention.activate_flash_attention_impl`, for the whole process; None for torch's own kernel."""
+    repeats_kv: bool = False
+    refused: tuple[str, ...] = ()
+    shares_prefix: bool = True
+
+    def __call__(self, cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> VarlenLayout:
+        own = cu_seqlens if rows is None else np.searchsorted(own_places(rows)[0], cu_seqlens)
+        shared = None if rows is None else SharedKeys.of(cu_seqlens, rows, device)
+        queries = to_device(own.astype(np.int32), device)
+        return VarlenLayout(queries, int(np.diff(own).max()), shared, self.repeats_kv, _asks_for_gqa())
+
+
+def _asks_for_gqa() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+KERNELS = (
+    VarlenKernel("FlashAttention 3", "FA3"),
+    VarlenKernel("FlashAttention 4", "FA4"),
+    VarlenKernel("torch's variable-length kernel"),
+    VarlenKernel("torch's variable-length kernel, keys and values repeated for every query head", repeats_kv=True),
+)
+"""In the order they are tried. That of vLLM is none of them, since it has no backward, nor is the package flash_attn,
+which has the kernel that torch has."""
+KERNEL_TOLERANCE = 0.02
+"""Of a result and a gradient in half precision, relative to their norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedKernel:
+    """A `LayoutFn` that works everywhere."""
+
+    refused: tuple[str, ...] = ()
+    name: str = "padded blocks"
+    shares_prefix: bool = False
+
+    def __call__(self, cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> PaddedLayout:
+        return padded_layout(cu_seqlens, device, rows)
+
+
+@functools.cache
+def best_layout(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> LayoutFn:
+    """The first of `KERNELS` that works for a model of this compute dtype, else padded blocks, with one warning per
+    process; without one on CPU, where that is normal. Raises torch.OutOfMemoryError if a kernel could not be tried."""
+    if device.type == "cpu":
+        return PaddedKernel()
+    refused: list[str] = []
+    for kernel in KERNELS:
+        reason = why_not(kernel, device, dtype, head_dim=head_dim)
+        if reason is None:
+            return replace(kernel, refused=tuple(refused))
+        refused.append(f"{kernel.name} ({reason})")
+    padded = PaddedKernel(tuple(refused))
+    log.warning(
+        "attention of %s, which costs time and memory, for %s and heads of size %d on %s",
+        attention_name(padded), dtype, head_dim, device,
+    )  # fmt: skip
+    return padded
+
+
+def attention_name(layout: LayoutFn) -> str:
+    """What computes the attention, and why what would be faster does not."""
+    return "; not ".join([layout.name, *layout.refused])
+
+
+def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype, *, head_dim: int) -> str | None:
+    """Why a kernel does not work here; None if it does: it stays active then. It computes two short sequences that
+    share a prompt, with grouped heads, forward and backward, and must give what plain operations do."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "half precision only"
+    try:
+        if kernel.flash_impl is not None:
+            _activate(kernel.flash_impl)
+        worst = _largest_error(kernel, device, dtype, head_dim)
+    except torch.OutOfMemoryError:  # says nothing about the kernel
+        raise
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        reason = one_line(error)
+    else:
+        if worst <= KERNEL_TOLERANCE:
+            return None
+        reason = f"its result is off by {worst:.2g} of its norm"
+    if kernel.flash_impl is not None:
+        _activate(None)
+    return reason
+
+
+def _activate(impl: str | None) -> None:
+    """A flash-attention implementation for all of the process; None for torch's own. Raises ImportError if it, or a
+    torch that can use it, is not installed."""
+    from torch.nn import attention
+
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        if impl is not None:
+            raise ImportError("this torch takes no other implementation")
+    elif impl is not None:
+        attention.activate_flash_attention_impl(impl)
+    elif attention.current_flash_attention_impl() is not None:
+        attention.restore_flash_attention_impl()
+
+
+def _largest_error(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+    """Of output and gradients, relative to their norms; infinite if one is not finite."""
+    cu_seqlens = np.array([0, 5, 11])
+    rows = packed_rows(cu_seqlens, np.array([0, 3]))
+    generator = torch.Generator().manual_seed(0)
+    found: list[tuple[Tensor, ...]] = []
+    drawn = [torch.randn(8, heads, head_dim, generator=generator) for heads in (4, 2, 2, 4)]
+    for layout, kind in ((kernel, dtype), (padded_layout, torch.float32)):
+        *inputs, grad = (x.to(device=device, dtype=dtype).to(kind) for x in drawn)
+        q, k, v = (x.requires_grad_() for x in inputs)
+        out = layout(cu_seqlens, device, rows).attend(q, k, v, scale=head_dim**-0.5, window=None)
+        found.append((out.detach(), *torch.autograd.grad(out, (q, k, v), grad)))
+    errors = [((got.float() - exact).norm() / exact.norm()).item() for got, exact in zip(*found, strict=True)]
+    return max(math.inf if math.isnan(error) else error for error in errors)
+
+
+def padded_layout(cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> PaddedLayout:
+    """As `LayoutFn`. Queries of shared tokens are computed for every sequence, and those of the first are used."""
+    is_shared = rows is not None
+    rows = np.arange(cu_seqlens[-1]) if rows is None else rows
+    starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
+    order = np.argsort(lengths, kind="stable")
+    restore, blocks, offset = np.empty(int(cu_seqlens[-1]), np.int64), [], 0
+    for members in _split_by_length(order, lengths):
+        length = int(lengths[members].max())
+        position = np.arange(length)[None, :]
+        is_real = position < lengths[members][:, None]
+        tokens = starts[members][:, None] + np.minimum(position, lengths[members][:, None] - 1)
+        places, packed = np.flatnonzero(is_real), tokens[is_real]
+        restore[packed] = offset + places
+        offset += is_real.size
+        indices = (to_device(index, device) for index in (rows[tokens.reshape(-1)], places, rows[packed]))
+        blocks.append(Block(len(members), length, *indices, is_shared=is_shared))
+    return PaddedLayout(tuple(blocks), restore_index=to_device(restore[own_places(rows)[0]], device))
+
+
+def _split_by_length(order: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Cut sequences, ascending in length, wherever a length outgrows the block that began with the shortest one."""
+    sorted_lengths, cuts = lengths[order], []
+    limit = max(SHORTEST_BLOCK, sorted_lengths[0] * BLOCK_GROWTH)
+    while True:
+        cut = int(np.searchsorted(sorted_lengths, limit, side="right"))
+        if cut == len(order):
+            return np.split(order, cuts)
+        cuts.append(cut)
+        limit = sorted_lengths[cut] * BLOCK_GROWTH
+
+
+def packed_rows(cu_seqlens: np.ndarray, prefix_lens: np.ndarray) -> np.ndarray:
+    """The token of the packed row that each token of the batch is: int64[T of the batch]. Raises ValueError unless
+    every shared prefix is shorter than its sequence, and no longer than that of the sequence which has it."""
+    starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens)
+    number = np.arange(len(lengths))
+    first = np.maximum.accumulate(np.where(prefix_lens == 0, number, 0))
+    if prefix_lens[0] != 0 or (prefix_lens >= lengths).any() or (prefix_lens > lengths[first]).any():
+        raise ValueError(f"prefix_lens {prefix_lens.tolist()[:20]} do not fit lengths {lengths.tolist()[:20]}")
+    sequence = np.repeat(number, lengths)
+    position = np.arange(cu_seqlens[-1]) - starts[sequence]
+    is_own = position >= prefix_lens[sequence]
+    rows = np.cumsum(is_own) - 1
+    rows[~is_own] = rows[starts[first[sequence[~is_own]]] + position[~is_own]]
+    return rows
+
+
+def own_places(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places of `rows` (tokens of the row, ascending in their first occurrences) that come first, and all others."""
+    is_first = np.zeros(len(rows), np.bool_)
+    is_first[np.unique(rows, return_index=True)[1]] = True
+    return np.flatnonzero(is_first), np.flatnonzero(~is_first)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy to `device`. The array is made writable first (Ray hands out read-only ones, about which torch warns)."""
+    owned = torch.from_numpy(np.ascontiguousarray(array if array.flags.writeable else array.copy()))
+    # Page-locked: the host would wait for the device to reach a copy from other memory.
+    return owned if device.type == "cpu" else owned.pin_memory().to(device, non_blocking=True)
