@@ -18,10 +18,13 @@ from weight_sync.messages import CommitResult, reply_state
 from weight_sync.plan.types import ParamMeta
 from weight_sync.publish.publisher import WeightPublisher
 from weight_sync.receive.receiver import WeightReceiver
+from weight_sync.receive.recorder import record
 from weight_sync.receive.service import WorkerService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+
+    from weight_sync.plan.types import WorkerLayout
 
 SHAPES = {
     "embed.weight": (10, 4),
@@ -58,6 +61,11 @@ class FusedModel(torch.nn.Module):
                 self.down.data.copy_(tensor.narrow(1, self.worker * columns, columns))
             else:
                 {"embed.weight": self.embed, "norm.weight": self.norm}[name].data.copy_(tensor)
+
+
+def record_layout(model: torch.nn.Module, params: Sequence[ParamMeta], *, worker: int) -> WorkerLayout:
+    """Of an engine without a reloader: whatever cannot be written directly is refused."""
+    return record(model, params, worker=worker).layout
 
 
 def full_weights(seed: int) -> dict[str, torch.Tensor]:

@@ -33,13 +33,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.patience import PATIENT_TEST_S
 from tests.fakes.row_shards import held_by, row_shards, rows_of
+from tests.fakes.sync_world import record_layout
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PlanMismatch
 from weight_sync.plan.planner import build_plan, check_plan
 from weight_sync.plan.types import ParamMeta, RankShards
 from weight_sync.publish.shards import local_shards
 from weight_sync.receive.quantized import Reloads
-from weight_sync.receive.recorder import record, record_layout
+from weight_sync.receive.recorder import record
 from weight_sync.receive.staging import Targets, build_targets, parameter_bytes
 from weight_sync.vllm.cpu import keep_weights_addressable
 from weight_sync.vllm.reload import layerwise_reloader

@@ -13,7 +13,7 @@ import torch
 
 from tests.fakes.processes import Child
 from tests.fakes.row_shards import row_shards
-from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
+from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights, record_layout
 from tests.fakes.weight_job import opened_job
 from weight_sync.channel import make_run_keys
 from weight_sync.control.coordinator import SyncCoordinator
@@ -24,7 +24,6 @@ from weight_sync.plan.agreement import share
 from weight_sync.plan.planner import build_plan
 from weight_sync.plan.types import ParamMeta
 from weight_sync.publish.publisher import WeightPublisher
-from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -285,7 +285,7 @@ def _runs(served: _Boxes, copies: _Copies, parts: _Parts, offset_of_box: np.ndar
 
 
 def _dense_runs(copies: _Copies, parts: _Parts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Contiguous runs of all parts: (part, how manieth of it, first element from that of the part, elements).
+    """Contiguous runs of all parts: (part, its number in that part, first element from that of the part, elements).
 
     Layers and experts repeat few views many times, so each view is split once. None is too scattered: a whole copy has
     at least as many runs as any of its parts, and `input_problems` has tried them.

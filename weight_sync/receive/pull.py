@@ -164,7 +164,7 @@ class VersionPull:
         Raises:
             PullTimeout, PublisherLost, DigestMismatch, SlotOverwritten.
         """
-        # First: those who read from here and are ahead wait for this version, and are told if it is given up.
+        # First: successors that are ahead wait for this version, and are notified if it is given up.
         self.relay.begin(self.version)
         began_at = self.context.clock()
         in_turn, apart, at_once = self._order()
@@ -244,7 +244,7 @@ class VersionPull:
         changed = None
         if self.unchanged is not None:
             changed = self.unchanged.changed(rank, lambda: self._sent_digests(rank, self._ask(rank)))
-        # A retry, and what need not be read at all, is no matter of the predecessors.
+        # A retry, and a source of which nothing has to be read, bypass the predecessors.
         is_own = is_retry or changed == []
         num_stalls = self.relay.pull(
             rank, source.pieces, version=self.version, direct=direct, check=keep_going, is_retry=is_own

@@ -381,7 +381,7 @@ def _joined(buckets: Sequence[Bucket]) -> Bucket:
 class ModuleReload:
     """The virtual parameters of one worker for one epoch, and the way from them to live tensors.
 
-    The block is allocated here. What is derived is in memory of torch's; what the engine needs meanwhile is its affair.
+    The block is allocated here. What is derived is in torch's memory, and so is what the engine needs meanwhile.
     """
 
     def __init__(

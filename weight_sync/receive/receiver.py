@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SLACK_S = 5.0
-"""A pull outlives its deadline by this much. Whoever asked for it notices a little late that the deadline has passed,
-and asks again: what the first attempt brought is not to be thrown away in between."""
+"""A pull outlives its deadline by this much. The coordinator notices a little late that the deadline has passed, and
+asks again: what the first attempt brought must not be thrown away in between."""
 ABORT_WAIT_S = 30.0
 """How long an aborted pull may take to notice: one batch of copies."""
 COMMIT_WAIT_S = 5.0
@@ -443,7 +443,7 @@ class WeightReceiver:
         def begin() -> None:
             try:
                 work(reply)
-            except Exception as error:  # noqa: BLE001 - the coordinator is told
+            except Exception as error:  # noqa: BLE001 - the coordinator receives it
                 reply.set_exception(error)
 
         requests.submit(begin)
@@ -460,8 +460,8 @@ class WeightReceiver:
         self.prefetch(request.version, request.slots, deadline_s=request.deadline_s).add_done_callback(finish)
 
     def _link(self, request: LinkRequest) -> Linked:
-        """Links change between two syncs, so a pull that is under way is nobody's any more and ends: with its old links
-        among the new ones of the others it could close a circle, and the memory that it reads may be about to go."""
+        """Links change between two syncs, so a pull that is under way has no owner any more and ends: with its old
+        links among the new ones of the others it could close a circle, and the memory that it reads may go away."""
         with self._changed:
             if self.state is PULLING and not self.abort():
                 raise WeightSyncError(

@@ -67,11 +67,6 @@ class Recorded(NamedTuple):
     """Modules that are derived again at every commit; their virtual parameters are part of `layout`."""
 
 
-def record_layout(model: torch.nn.Module, params: Sequence[ParamMeta], *, worker: int) -> WorkerLayout:
-    """`record` for an engine without a reloader: whatever cannot be written directly is refused."""
-    return record(model, params, worker=worker).layout
-
-
 def record(
     model: torch.nn.Module, params: Sequence[ParamMeta], *, worker: int, reloader: Reloader | None = None
 ) -> Recorded:

@@ -70,8 +70,8 @@ class Patience(NamedTuple):
     ping_s: float = 1.0
     """Its control thread answers within milliseconds; a process that does not is stopped or gone."""
     stuck_s: float = 10.0
-    """Behind one who lives and brings nothing the whole line moves again within seconds, as he loses his patience;
-    after several times that, he may be waiting for us."""
+    """A predecessor that lives and brings nothing loses patience with its own within seconds, and moves again; after
+    several times that, it may be waiting for us."""
 
 
 class Stretch(NamedTuple):
@@ -231,19 +231,19 @@ class Relay:
         done = bisect_right(stretch.ends, stretch.start + position)
         if self._link.readers:
             direct(pieces[done:], lambda num_pieces: arrived(stretch.ends[done + num_pieces - 1] - stretch.start))
-        else:  # reports on the way cost time; whoever is linked to us later finds it all
+        else:  # reports on the way cost time; a successor that is linked later finds it all
             direct(pieces[done:], ignore)
         arrived(stretch.nbytes)
         return num_stalls
 
     def invalidate(self, why: str = "gave that version up") -> None:
-        """What the staging buffer holds is not to be read: successors go on elsewhere at once. Idempotent."""
+        """What the staging buffer holds is not to be read: successors go on elsewhere immediately. Idempotent."""
         with self._lock:
             self._over = self._over if self._over else why
             self._tell()
 
     def answer(self, sender: str, request: AwaitRequest | TransportRequest) -> Response | Future[Response]:
-        """Answer a successor. Returns at once.
+        """Answer a successor. Does not wait.
 
         Raises:
             VersionUnavailable: nothing of that version comes from here any more.
@@ -271,7 +271,7 @@ class Relay:
         return {"registrations": sum(arena.handle is not None for arena in self._arenas)}
 
     def close(self) -> None:
-        """Turn successors away for good, unmap and hang up. The staging buffer stays its owner's. Idempotent."""
+        """Turn successors away permanently, unmap and hang up. The staging buffer stays its owner's. Idempotent."""
         self.invalidate("has closed its epoch")
         with ExitStack() as closing:
             if self._senders is not None:
@@ -399,12 +399,12 @@ class RelayReader:
     ) -> None:
         """Copy this source of `version` from `position` on as it becomes available, and wait for it.
 
-        `check` is called at least every 50 ms and may raise to stop. `on_arrived` is told the position up to which the
+        `check` is called at least every 50 ms and may raise to stop. `on_arrived` receives the position up to which the
         source is here, whole. When this returns or raises, no copy is under way any more.
 
         Raises:
             RelayStalled: the predecessor ended, gave this version up, went on to another one, or brought nothing for
-                too long. What `on_arrived` was told is here; ask somebody else for the rest, also of other sources.
+                too long. What `on_arrived` received is here; ask another for the rest, also of other sources.
         """
         stopped: list[BaseException] = []
 

@@ -174,7 +174,7 @@ class ReceiverEpoch:
         """
         order = [rank for stage in request.stages for rank in stage.ranks]
         if sorted(order) != sorted(self._sources):
-            raise PlanMismatch(f"{self._owner} reads from {sorted(self._sources)}, was told {order}")
+            raise PlanMismatch(f"{self._owner} reads from {sorted(self._sources)}, the links name {order}")
         self._sources = {rank: self._sources[rank] for rank in order}
         self._relay.link(request)
         for rank in (rank for stage in request.stages if stage.via for rank in stage.ranks):

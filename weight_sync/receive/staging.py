@@ -290,7 +290,7 @@ def merged_spans(runs: Iterable[tuple[int, int]]) -> Spans:
 
 def parts_in(spans: Spans, pieces: Sequence[Piece], on_arrived: OnArrived) -> tuple[list[Piece], OnArrived]:
     """The parts of `pieces` that lie in `spans`, and what to call with the number of those that have arrived:
-    `on_arrived` is told the number of pieces that are then whole."""
+    `on_arrived` receives the number of pieces that are then whole."""
     ends = [end for _, end in spans]
     parts: list[Piece] = []
     owners: list[int] = []

@@ -22,7 +22,7 @@ import pytest
 import zmq
 
 from tests.fakes.row_shards import row_shards
-from tests.fakes.sync_world import PARAMS, FusedModel, LocalPublisher, LocalReplica, full_weights
+from tests.fakes.sync_world import PARAMS, FusedModel, LocalPublisher, LocalReplica, full_weights, record_layout
 from weight_sync import channel
 from weight_sync.channel import MAX_REQUEST_BYTES, ControlClient, ControlServer, Switchboard, make_run_keys
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
@@ -50,7 +50,6 @@ from weight_sync.messages import (
 )
 from weight_sync.plan.agreement import share
 from weight_sync.plan.planner import build_plan
-from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.fakes.row_shards import held_by, row_shards, rows_of
+from tests.fakes.sync_world import record_layout
 from weight_sync.errors import PlanMismatch
 from weight_sync.plan.planner import build_plan
 from weight_sync.plan.types import ParamMeta, Plan
 from weight_sync.publish.shards import local_shards
-from weight_sync.receive.recorder import record_layout
 from weight_sync.vllm.compat import engine_lora_rank
 from weight_sync.vllm.lora import ADAPTER_ID, AdapterSlot, TensorTree, peft_name, synced_model
 

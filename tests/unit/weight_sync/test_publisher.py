@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.fakes.row_shards import row_shards
-from tests.fakes.sync_world import DTYPE, PARAMS, FusedModel, LocalPublisher, full_weights, local_tensors
+from tests.fakes.sync_world import DTYPE, PARAMS, FusedModel, LocalPublisher, full_weights, local_tensors, record_layout
 from weight_sync.channel import make_run_keys
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PlanMismatch, PullTimeout, SlotOverwritten, WeightSyncError
@@ -23,7 +23,6 @@ from weight_sync.plan.agreement import share
 from weight_sync.plan.planner import build_plan
 from weight_sync.plan.types import PackPlan
 from weight_sync.publish.publisher import WeightPublisher, probe_pattern, segments_of
-from weight_sync.receive.recorder import record_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

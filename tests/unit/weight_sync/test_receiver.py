@@ -154,11 +154,6 @@ def test_staged_weights_are_untouched_until_the_commit(local: LocalPublisher, cl
     assert report.nbytes == sum(run.nbytes for run in pair.receiver._epoch.plan.runs)
 
 
-def test_commit_of_the_live_version_does_nothing(local: LocalPublisher, closing: list[Any]) -> None:
-    pair = open_pair(local, closing, "staged")
-    assert pair.receiver.commit(1, deadline_s=5.0).nbytes == 0
-
-
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
 def test_torn_read_is_never_committed(closing: list[Any], commit: str, verify: bool) -> None:

@@ -166,7 +166,8 @@ def test_each_request_is_granted_or_refused_as_the_state_says(
             case ("pulling" | "ready", "prefetch 2"):
                 assert result is asked.pulled, "the retry joined what was there"
             case ("ready", "commit 2"):
-                assert asked.receiver.live_version == 2
+                assert (result.version, asked.receiver.live_version) == (2, 2)
+                assert asked.receiver.commit(2, deadline_s=0.05).nbytes == 0, "it is live already"
     assert asked.receiver.state.value == after
     if before == "pulling" and what not in ("prefetch 2", "commit 2", "commit 3"):
         with pytest.raises(WeightSyncError, match="the pull of version 2 was aborted"):

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes.sync_world import record_layout
 from weight_sync.errors import PlanMismatch
 from weight_sync.plan.geometry import row_major_strides
 from weight_sync.plan.types import ParamMeta, WorkerLayout
-from weight_sync.receive.recorder import record_layout
 
 Loader = Callable[[torch.nn.Module, str, torch.Tensor], Any]
 _POISON = -7.0
