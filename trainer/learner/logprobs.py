@@ -61,12 +61,12 @@ class _SelectedLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden_LE: Tensor, weight_VE: Tensor, target_L: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         num_tokens = len(hidden_LE)
         ctx.head, ctx.chunk_tokens = head, logits_chunk(len(weight_VE), head.chunk_tokens)
-        statistics = _compiled(_statistics) if head.compiled else _statistics
         # Three tensors, not views of one: FSDP2 hooks the outputs, and warns about views.
         logprobs_L, entropy_L, lse_L = (hidden_LE.new_empty(num_tokens, dtype=_wide(hidden_LE)) for _ in range(3))
         for start in range(0, num_tokens, ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
             logits_CV = _logits(hidden_LE[chunk], weight_VE, head)
+            statistics = _fused(_statistics, logits_CV, head)
             logprobs_L[chunk], entropy_L[chunk], lse_L[chunk] = statistics(logits_CV, target_L[chunk])
             del logits_CV  # before the next ones exist
         if head.entropy_has_grad:
@@ -80,7 +80,6 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden_LE, weight_VE, target_L, lse_L, *entropy = ctx.saved_tensors
         head, vocab = ctx.head, len(weight_VE)
-        grad_logits = _compiled(_grad_logits) if head.compiled else _grad_logits
         scales = [grad / head.temperature for grad in grads[: 1 + len(entropy)]]
         grad_hidden_LE = torch.zeros_like(hidden_LE, dtype=_wide(hidden_LE))
         grad_weight_VE = torch.empty_like(weight_VE) if ctx.needs_input_grad[1] else None  # not below adapters
@@ -89,6 +88,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         for start in range(0, vocab, width):
             rows_SE = weight_VE[start : start + width]
             logits_LS = _logits(hidden_LE, rows_SE, head)
+            grad_logits = _fused(_grad_logits, logits_LS, head)
             grad_LS = grad_logits(logits_LS, target_L - start, lse_L, rows_SE.dtype, *scales, *entropy)
             del logits_LS  # may be the same memory
             _add_product(grad_hidden_LE, grad_LS, rows_SE)
@@ -145,6 +145,11 @@ def _minus(x: Tensor, y: Tensor) -> Tensor:
 
 def _exp(x: Tensor) -> Tensor:
     return x.exp() if torch.compiler.is_compiling() else x.exp_()
+
+
+def _fused(function: Callable[..., Any], logits: Tensor, head: Head) -> Callable[..., Any]:
+    """`function` compiled; not for a single row, which torch would compile once more, in the middle of a run."""
+    return _compiled(function) if head.compiled and min(logits.shape) > 1 else function
 
 
 @functools.cache
