@@ -66,7 +66,8 @@ def test_file_has_the_figures_of_two_ranks_and_a_profile_is_written(tmp_path: Pa
     words = ["--json", str(file), "--profile", str(profile), "device.peak_tflops=1"]
     assert main([*arguments, *words]) == 0
     found = json.loads(file.read_text())
-    assert found["learner"] == "sharded, gathered once per step, not compiled, attention in padded blocks"
+    computes = "not compiled, float32 logits, attention by padded blocks"
+    assert found["learner"] == f"sharded, gathered once per step, {computes}"
     assert found["tokens_per_step"] == 2 * 96 and found["sequences_per_step"] == 4
     assert found["mfu"] == pytest.approx(found["model_flops"] / 1e12 / found["step_s"])
     assert {"forward", "backward", "optimizer", "step"} <= found["seconds"].keys()
