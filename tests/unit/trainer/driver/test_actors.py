@@ -284,13 +284,18 @@ def engine(reply: object = None, **startup_s: float) -> HandActor:
 
 
 async def start(
-    ranks: list[HandActor], engines: list[HandActor], *workers: HandActor, trace: Path | None = None, **sections: Any
+    ranks: list[HandActor],
+    engines: list[HandActor],
+    *workers: HandActor,
+    trace: Path | None = None,
+    resumed: Any = None,
+    **sections: Any,
 ) -> None:
     ranks[0].responses["node_address"] = ("10.0.0.1", 77)
     named_engines = {f"replica_{i}": e for i, e in enumerate(engines)}
     actors = Actors(learner=LearnerGroup(ranks, timeout_s=30.0), engines=named_engines, workers=[*workers])
     tracer = Tracer(trace)
-    await compose.start_actors(config(**sections), actors, None, tracer)
+    await compose.start_actors(config(**sections), actors, resumed, tracer)
     tracer.close()
 
 
@@ -310,6 +315,16 @@ async def test_log_and_trace_show_where_the_time_of_each_went_and_warnings_once(
     assert re.search(r"replica_0 is ready after \d+\.\d s \(imports 7\.0 s, processes 20\.5 s\)", caplog.text)
     assert "learner: not sharded; up to 64 tokens per micro-batch" in caplog.text
     assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == ["learner: no such kernel"]
+
+
+@pytest.mark.parametrize(("state", "tokens"), [({"learner": {"max_tokens_per_micro_batch": 12288}}, 12288), ({}, None)])
+async def test_a_resumed_learner_is_told_the_micro_batches_that_it_had(
+    state: dict[str, Any], tokens: int | None
+) -> None:
+    rank = rank_of()
+    rank.responses["load"] = 5
+    await start([rank], [engine()], resumed=SimpleNamespace(state=state, path=Path("step_5")))
+    assert ("setup", (("10.0.0.1", 77), tokens)) in rank.calls
 
 
 async def test_the_first_failure_ends_the_start_while_others_hang() -> None:

@@ -10,10 +10,12 @@ import torch
 
 from trainer.config.schema import RunConfig
 from trainer.errors import LearnerError
-from trainer.learner.fit import MOST_TOKENS, SMALL, fitting_tokens, on_grid
+from trainer.learner.fit import MOST_TOKENS, SMALL, fit_micro_batch, fitting_tokens, on_grid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from trainer.data.batch import MicroBatch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -77,6 +79,63 @@ def test_what_does_not_fit_is_halved_once_and_said(caplog: pytest.LogCaptureFixt
         device.fit(limit=1000 + 10 * 16384)
     with pytest.raises(LearnerError, match="4096 tokens"):
         Device(fixed=1000, per_token=10, fails_from=3000).fit(limit=1 << 30)
+
+
+class Learner:
+    """Rehearses on a device of 100,000 bytes, of which a token takes 10."""
+
+    def __init__(self) -> None:
+        self.rehearsed: list[int] = []
+
+    def rehearse(self, batch: MicroBatch) -> None:
+        self.rehearsed.append(len(batch.token_ids))
+        if self.max_memory_allocated() > 100_000:
+            raise torch.OutOfMemoryError("tried 1 GiB")
+
+    # as torch's module for the device, and as its backend
+    torch_device = "accelerator"
+
+    def reset_peak_memory_stats(self) -> None: ...
+
+    def release_cached(self) -> None: ...
+
+    def max_memory_allocated(self) -> int:
+        return 1000 + 10 * self.rehearsed[-1]
+
+    def memory_info(self) -> tuple[int, int]:
+        return 0, 100_000
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mode", "arena_bytes", "rehearsed"),
+    [
+        ("auto", "async", 0, [*SMALL, 8192]),
+        ("auto", "async", 10_000, [*SMALL, 6144]),
+        ("auto", "async", 30_000, [*SMALL, 4096]),
+        ("auto", "colocated", 3000, [*SMALL, 6144]),  # an engine that sleeps keeps something
+        (9000, "async", 0, [9000]),
+        (9950, "async", 0, []),
+    ],
+)
+def test_a_device_is_filled_beside_what_others_take(
+    tokens: Any, mode: Any, arena_bytes: int, rehearsed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg, device = RunConfig(), Learner()
+    cfg = replace(
+        cfg,
+        mode=replace(cfg.mode, name=mode),
+        task=replace(cfg.task, max_prompt_tokens=50),
+        rollout=replace(cfg.rollout, max_response_tokens=50),
+        learner=replace(cfg.learner, max_tokens_per_micro_batch=tokens),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _name: device)
+    seam: Any = device
+    if not rehearsed:
+        with pytest.raises(LearnerError, match=r"9950 tokens.*lower it"):
+            fit_micro_batch(seam, cfg, seam, arena_bytes=arena_bytes, earlier=None)
+        return
+    assert fit_micro_batch(seam, cfg, seam, arena_bytes=arena_bytes, earlier=None) == rehearsed[-1]
+    assert device.rehearsed == rehearsed
 
 
 def test_grid_has_two_numbers_per_power_of_two() -> None:
