@@ -29,7 +29,7 @@ ENGINES: Rows = (
      "~ sync/seal_s"),
     ("sync/pull_s", "s", "Slowest engine worker: reading the new weights.", "steady"),
     ("sync/pull_gb_per_s", "GB/s", "Rate of the slowest engine worker's pull.", "> 80% of what the link can do"),
-    ("sync/pull_s/*", "s", "Slowest pull from one learner rank.", "similar for all ranks"),
+    ("sync/pull_s/*", "s", "Slowest pull from one learner rank; several run at a time.", "similar for all ranks"),
     ("sync/attest_s", "s", "Checking digests of the received bytes.", "< sync/pull_s"),
     ("sync/drain_s", "s", "From the request to pause an engine until its current step ended.", "one decode step"),
     ("sync/pause_s", "s", "Longest pause of any engine for a commit.", "< 5% of perf/step_s"),

@@ -28,20 +28,22 @@ def watch(replica: LocalReplica, around: Callable[[int, Callable[[], None], Call
 
 
 class Count:
-    """How many reads are under way. Each waits a moment for others."""
+    """How many reads are under way. Each waits until there were as many as are expected, and then a moment for more."""
 
-    def __init__(self) -> None:
-        self.now, self.most, self._lock = 0, 0, threading.Lock()
+    def __init__(self, expected: int = 1) -> None:
+        self.now, self.most, self._expected, self._changed = 0, 0, expected, threading.Condition()
 
     def __call__(self, rank: int, read: Callable[[], None], check: Callable[[], None]) -> None:
-        with self._lock:
+        with self._changed:
             self.now += 1
             self.most = max(self.most, self.now)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.most >= self._expected, 10)
         try:
-            time.sleep(0.05)
+            time.sleep(0.02)
             self.read(rank, read, check)
         finally:
-            with self._lock:
+            with self._changed:
                 self.now -= 1
 
     def read(self, _rank: int, read: Callable[[], None], _check: Callable[[], None]) -> None:
@@ -51,7 +53,7 @@ class Count:
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
 @pytest.mark.parametrize(("transport", "num_at_once"), [("ipc", 4), ("gloo", 2)])
 async def test_a_few_sources_are_read_at_a_time(transport: str, num_at_once: int, commit: str) -> None:
-    replica, count = LocalReplica("r0"), Count()
+    replica, count = LocalReplica("r0"), Count(num_at_once)
     async with opened(5, [replica], transport=transport, commit=commit) as world:
         await world.step(1)
         watch(replica, count)
