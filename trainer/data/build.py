@@ -80,7 +80,8 @@ def build_train_batch(
 
     def prefix_lens(members: Sequence[int]) -> np.ndarray:
         used = [prompts.of_sample[i] for i in members]
-        return np.array([prompts.lengths[now] * (now == before) for before, now in pairwise([-1, *used])], np.int32)
+        lens = [prompts.lengths[now] * (now == before) for before, now in pairwise([-1, *used])]
+        return np.array(lens or [0], np.int32)
 
     def packed(members: Sequence[int]) -> MicroBatch:
         """Samples end to end."""
@@ -99,7 +100,7 @@ def build_train_batch(
             cov_selected=None if selected is None else np.concatenate([selected[i] for i in members] or [loss_mask]),
             token_rewards=np.concatenate([s.rewards for s in parts]) if pending else None,
             response_index=np.array([s.response_index for s in parts], np.int32) if pending else None,
-            prefix_lens=prefix_lens(members) if is_shared and members else None,
+            prefix_lens=prefix_lens(members) if is_shared else None,
         )
 
     micro_batches = tuple(tuple(packed(members) for members in rank) for rank in plan)

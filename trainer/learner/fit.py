@@ -69,7 +69,8 @@ def fit_micro_batch(
     asked, longest = cfg.learner.max_tokens_per_micro_batch, longest_sequence(cfg)
 
     def rehearse(num_tokens: int) -> None:
-        learner.rehearse(largest_micro_batch(cfg, num_tokens))
+        shares_prefix = learner.layout.shares_prefix and cfg.learner.share_prefix is not False
+        learner.rehearse(largest_micro_batch(cfg, num_tokens, shares_prefix=shares_prefix))
 
     if backend.torch_device == "cpu":
         tokens = max(longest, TOKENS_ON_CPU) if asked == "auto" else asked
@@ -163,16 +164,18 @@ def _least_of_ranks(value: float) -> float:
     return least.item()
 
 
-def largest_micro_batch(cfg: RunConfig, max_tokens: int) -> MicroBatch:
+def largest_micro_batch(cfg: RunConfig, max_tokens: int, *, shares_prefix: bool = False) -> MicroBatch:
     """As large as one can be: sequences of the longest prompt and response, the last one (or the only one) cut to what
-    is left. Its loss is 0."""
+    is left. Its loss is 0. With `shares_prefix` all have one prompt, and its keys take memory for each of them."""
     longest = min(longest_sequence(cfg), max_tokens)
-    prompt, num_tokens = cfg.task.max_prompt_tokens * longest // longest_sequence(cfg), max_tokens
-    starts = np.arange(0, num_tokens, longest)
-    if num_tokens - starts[-1] < 2:  # a sequence has a token to predict, and one to predict it from
-        starts, num_tokens = starts[:-1], int(starts[-1])
-    bounds = np.append(starts, num_tokens)
-    mask = np.arange(num_tokens) - np.repeat(starts, np.diff(bounds)) >= prompt
+    prompt = cfg.task.max_prompt_tokens * longest // longest_sequence(cfg)
+    prefix, shortest = (prompt, 1) if shares_prefix else (0, 2)  # tokens: one to predict, and one to predict it from
+    num_whole, rest = divmod(max_tokens - longest, longest - prefix)
+    own = [longest, *[longest - prefix] * num_whole, *([rest] if rest >= shortest else [])]
+    lengths = np.array(own) + np.where(np.arange(len(own)) > 0, prefix, 0)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    num_tokens = int(bounds[-1])
+    mask = np.arange(num_tokens) - np.repeat(bounds[:-1], lengths) >= prompt
     mask[-1] = True  # the sequence that is cut has a loss token, too
     zeros = np.zeros(num_tokens, np.float32)
     return MicroBatch(
@@ -184,4 +187,5 @@ def largest_micro_batch(cfg: RunConfig, max_tokens: int) -> MicroBatch:
         advantages=zeros,
         loss_weights=zeros,
         cov_selected=np.zeros(num_tokens, np.bool_) if loss_traits(cfg.algorithm.loss).selects else None,
+        prefix_lens=(lengths - own).astype(np.int32) if shares_prefix else None,
     )

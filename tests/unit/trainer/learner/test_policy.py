@@ -31,9 +31,10 @@ from trainer.algorithms.losses import policy_loss
 from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, MaskConfig, RejectConfig
 from trainer.config.schema import LearnerConfig, LoraConfig, RunConfig
 from trainer.errors import TrainingDiverged
+from trainer.learner.attention import PaddedKernel
 from trainer.learner.fit import largest_micro_batch
 from trainer.learner.fsdp import ShardedAdamW, learning_rate
-from trainer.learner.packed_inputs import loss_inputs
+from trainer.learner.packed_inputs import PackedInputs, loss_inputs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -316,6 +317,17 @@ def test_the_largest_micro_batch_is_made_of_the_longest_sequences(limit: int, le
     assert not batch.loss_weights.any() and batch.cov_selected is None
     selected = largest_micro_batch(limited(prompt=20, response=10, loss="clip_cov"), limit).cov_selected
     assert selected is not None and len(selected) == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("limit", "lengths"), [(30, [30]), (31, [30, 21]), (55, [30, 30, 30, 25]), (60, [30, 30, 30, 30]), (6, [6])]
+)
+def test_the_largest_micro_batch_of_one_prompt_computes_as_many_tokens(limit: int, lengths: list[int]) -> None:
+    batch = largest_micro_batch(limited(prompt=20, response=10), limit, shares_prefix=True)
+    assert np.diff(batch.cu_seqlens).tolist() == lengths and batch.prefix_lens is not None
+    assert batch.prefix_lens.tolist() == [0] + [20] * (len(lengths) - 1)
+    inputs = PackedInputs.of(batch, device=torch.device("cpu"), layout=PaddedKernel())
+    assert inputs.token_ids_1T.shape[1] == limit
 
 
 @pytest.mark.parametrize(
