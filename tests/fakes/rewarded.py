@@ -35,7 +35,7 @@ def rewarded(num: int, *, seed: int = 0) -> tuple[list[MicroBatch], dict[str, An
         GroupRewards(rewards_G=sums[i : i + GROUP_SIZE], lengths_G=lengths[i : i + GROUP_SIZE], baseline=0.25)
         for i in range(0, num, GROUP_SIZE)
     )
-    return parts, {"group_rewards": groups, "num_loss_tokens": int(lengths.sum())}
+    return parts, {"group_rewards": groups}
 
 
 def _sequence(rng: np.random.Generator, response: int) -> MicroBatch:

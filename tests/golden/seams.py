@@ -373,7 +373,7 @@ def _learner_input(learner: PolicyTrainer) -> tuple[list[MicroBatch], dict[str, 
 def _step_rewards(parts: Sequence[MicroBatch], rewards: Sequence[Any]) -> dict[str, Any]:
     totals, lengths = np.array([float(r.sum()) for r in rewards]), np.array([int(p.loss_mask.sum()) for p in parts])
     groups = tuple(GroupRewards(rewards_G=totals[at], lengths_G=lengths[at]) for at in (slice(0, 4), slice(4, 8)))
-    return {"group_rewards": groups, "num_loss_tokens": int(lengths.sum())}
+    return {"group_rewards": groups}
 
 
 def learner_steps_on_ranks(

@@ -14,9 +14,10 @@ left, of any level:
     decoupled    loss(pi / proximal) x  keep clamp(rho)           rho = proximal / engine
     loglinear    loss(pi / approx)   x  keep clamp(rho)           rho = approx / engine
 
-The proximal policy is the learner's at the start of the step. A batch is one optimizer step, so that is the policy
-being trained, without gradient: it costs no forward pass, and pi / proximal is 1, where no bound of a loss can act. So
-`decoupled` takes losses without one.
+The proximal policy is the learner's before the first update of the step, and so is the one that `loglinear`
+interpolates from: over all updates of a batch neither they nor the engine's log-probs move. In the first update it is
+the policy being trained, without gradient, which costs no forward pass. With one update per batch pi / proximal is
+therefore 1, where no bound of a loss can act, and `decoupled` takes losses without one.
 
 Loss weights are divided by the counts of the whole step before any of this, and stay: what is masked or rejected
 contributes 0 and does not shrink the denominator, so the gradient of the rest does not depend on it, nor on how a step
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def correct(
-    inputs: LossInputs, *, age_L: Tensor, config: CorrectionConfig
+    inputs: LossInputs, *, age_L: Tensor, config: CorrectionConfig, proximal_L: Tensor | None = None
 ) -> tuple[LossInputs, Tensor, Tensor, dict[str, Tensor]]:
     """Apply the pipeline of the module's description: the loss becomes loss(inputs) x weight.
 
@@ -51,6 +52,8 @@ def correct(
     Args:
         inputs: with the log-probs of the engine as old log-probs.
         age_L: int64, >= 0: version that the learner starts the step with minus the version that sampled the token.
+        proximal_L: log-probs of the learner before the first update of the step, float32[L]; None in that update, where
+            they are those of `inputs`. `bypass` needs none.
 
     Returns:
         (inputs with the old policy that the objective chose,
@@ -66,7 +69,7 @@ def correct(
         decoupled, ratios [.4, .8, 6], mask.lower .5, mask.upper 5: weights [0, .8, 0]  (IcePop)
     """
     engine_L, current_L = at_least_float32(inputs.old_logprobs_L), at_least_float32(inputs.logprobs_L)
-    old_L = _old_logprobs(inputs, age_L=age_L, config=config)
+    old_L = _old_logprobs(inputs, proximal_L, age_L=age_L, config=config)
     is_bypass = config.objective == "bypass"
     log_ratio_L = (current_L if is_bypass else at_least_float32(old_L)) - engine_L
     ratio_L = measure(log_ratio_L, inputs, metric="ratio", level=config.level)
@@ -130,18 +133,19 @@ def k3(log_ratio_L: Tensor) -> Tensor:
     return (torch.expm1(log_ratio_L) - log_ratio_L).clamp_min(0.0)
 
 
-def _old_logprobs(inputs: LossInputs, *, age_L: Tensor, config: CorrectionConfig) -> Tensor:
+def _old_logprobs(inputs: LossInputs, proximal_L: Tensor | None, *, age_L: Tensor, config: CorrectionConfig) -> Tensor:
+    start_L = inputs.logprobs_L.detach() if proximal_L is None else proximal_L
     match config.objective:
         case "bypass":
             return inputs.old_logprobs_L
         case "decoupled":
-            return inputs.logprobs_L.detach()
+            return start_L
         case "loglinear":
             # A token d versions old is d steps from the engine's policy and one from the proximal one, which A-3PO puts
             # a step before the current: 1/d of the way remains. Without an age the current policy is the proximal one.
-            engine_L, current_L = at_least_float32(inputs.old_logprobs_L), at_least_float32(inputs.logprobs_L)
-            share_L = 1.0 / age_L.clamp_min(1).to(current_L.dtype)
-            return torch.where(age_L > 0, current_L + share_L * (engine_L - current_L), current_L)
+            engine_L, start_L = at_least_float32(inputs.old_logprobs_L), at_least_float32(start_L)
+            share_L = 1.0 / age_L.clamp_min(1).to(start_L.dtype)
+            return torch.where(age_L > 0, start_L + share_L * (engine_L - start_L), start_L)
         case _:
             raise ValueError(
                 f"algorithm.correction.objective must be bypass, decoupled or loglinear, got {config.objective!r}"

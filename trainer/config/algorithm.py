@@ -238,7 +238,8 @@ class RejectConfig:
 class CorrectionConfig:
     objective: Objective = "bypass"
     """Old policy of the loss. `bypass`: the policy that sampled. `decoupled`: the learner's at the start of the step (a
-    loss with its own bound is refused), with its ratio to the sampling policy as weight of the token. `loglinear`: the
+    loss with its own bound needs several updates per batch), with its ratio to the sampling policy as weight of the
+    token. `loglinear`: the
     same, but interpolated between the two by the age of the token (A-3PO)."""
     level: Level = "token"
     """Ratio that `clamp` and `mask` use, and that `decoupled` and `loglinear` use as weight: of the token, of the
@@ -415,9 +416,10 @@ class CriticConfig:
     warmup_steps: NonNegativeInt = 0
     """First steps that train only the critic. They make no version; the policy's schedule starts after them."""
     updates_per_step: PositiveInt = 1
-    """Optimizer updates of the critic per step, each over the whole batch with the same returns."""
+    """Optimizer updates of the critic for every update of the policy, each over the same (mini-)batch with the same
+    returns."""
     value_clip: PositiveFloat | None = None
     """Largest distance that a value may gain by moving from where it was when the advantages were computed; null does
-    not clip. The first update of a step starts there, so only `updates_per_step` > 1 is ever clipped."""
+    not clip. The first update of a step starts there, so only later ones are ever clipped."""
     cpu_offload: Bool = False
     """Keep the critic's parameters and optimizer state in host memory (FSDP2 CPU offload)."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, EstimatorTraits
-    from trainer.config.schema import RolloutConfig, RunConfig
+    from trainer.config.schema import LearnerConfig, RolloutConfig, RunConfig
 
 
 def describe_objective(algorithm: AlgorithmConfig) -> str:
@@ -71,6 +71,15 @@ def _estimator(algorithm: AlgorithmConfig, traits: EstimatorTraits) -> str:
         "gae": f"({_values(algorithm, ['gae_gamma', 'gae_lambda'])}){whitened}",
     }
     return name + details.get(name, f"({_values(algorithm, traits.keys)})" if traits.keys else "")
+
+
+def describe_updates(learner: LearnerConfig) -> str:
+    """How often the policy is updated per batch: after `describe_objective`, where that is more than once.
+
+    Example: `updates: 8 per batch, 2 passes over 4 mini-batches`.
+    """
+    passes, mini_batches = learner.updates_per_batch, learner.num_mini_batches
+    return f"updates: {learner.num_updates} per batch, {passes} pass(es) over {mini_batches} mini-batch(es)"
 
 
 def describe_critic(critic: CriticConfig, *, policy_lr: float) -> str:

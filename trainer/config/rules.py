@@ -34,6 +34,7 @@ _BUFFER, _FILTER, _SEQUENCES = (
 )
 _CORRECTION = "algorithm.correction"
 _OBJECTIVE = f"{_CORRECTION}.objective"
+_UPDATES = ("learner.updates_per_batch", "learner.num_mini_batches")
 _LIMITS = ("task.max_prompt_tokens", "rollout.max_response_tokens")
 _COLOCATED: Mapping[str, tuple[object, str]] = {
     "mode.in_flight": ("abort", "a sleeping engine has no cache, so its requests are returned and continue afterwards"),
@@ -229,16 +230,24 @@ def _correction(c: RunConfig) -> Iterator[Problem]:
     if not loss.is_weighted and not is_bypass:
         message, hint = f"must be bypass: {named} contains no ratio", "use algorithm.loss=importance_sampling"
         yield problem(c, _OBJECTIVE, message, hint, _LOSS)
-    if loss.is_on_policy and is_bypass and staleness > 0 and not mask.is_active and not correction.reject.is_active:
-        message = f"treats samples of mode.max_staleness={staleness} as on-policy because {named} contains no ratio"
-        hint = "use mode=sync, algorithm.loss=importance_sampling, or a correction that masks or rejects"
-        yield problem(c, _LOSS, message, hint, "mode.max_staleness", _CORRECTION)
-    if loss.is_weighted and loss.is_bounded and correction.objective == "decoupled":
+    if loss.is_on_policy and is_bypass and not mask.is_active and not correction.reject.is_active:
+        if staleness > 0:
+            message = f"treats samples of mode.max_staleness={staleness} as on-policy because {named} contains no ratio"
+            hint = "use mode=sync, algorithm.loss=importance_sampling, or a correction that masks or rejects"
+            yield problem(c, _LOSS, message, hint, "mode.max_staleness", _CORRECTION)
+        elif c.learner.num_updates > 1:
+            message = f"treats the later updates of a batch as on-policy because {named} contains no ratio"
+            hint = "use one update per batch, algorithm.loss=ppo_clip, or a correction that masks or rejects"
+            yield problem(c, _LOSS, message, hint, *_UPDATES, _CORRECTION)
+    if loss.is_weighted and loss.is_bounded and correction.objective == "decoupled" and c.learner.num_updates == 1:
         message = (
             "has one update per batch, so the ratio to the policy at the start of the step is always 1, and "
             f"{named} cannot bound it"
         )
-        hint = "use algorithm.loss=importance_sampling with this correction, or objective bypass or loglinear"
+        hint = (
+            "use algorithm.loss=importance_sampling with this correction, objective bypass or loglinear, or several "
+            "updates (learner.updates_per_batch, learner.num_mini_batches)"
+        )
         yield problem(c, _OBJECTIVE, message, hint, _LOSS)
     if loss.is_weighted and is_bypass and clamp.is_active:
         # The clamped ratio replaces the one that the loss contains: it must be the same one.
@@ -465,10 +474,16 @@ def _engine_args(c: RunConfig) -> Iterator[Problem]:
 
 def _training(c: RunConfig) -> Iterator[Problem]:
     learner, every = c.learner, c.checkpoint.every_steps
-    if learner.num_ranks > _samples(c):
-        message = (
-            f"must be at most {_samples(c)}, the samples of one step (trainer.groups_per_step x rollout.group_size)"
-        )
+    groups, mini_batches = c.trainer.groups_per_step, learner.num_mini_batches
+    if groups % mini_batches > 0:
+        message = f"must divide trainer.groups_per_step={groups}: mini-batches have equally many whole groups"
+        divisors = ", ".join(str(n) for n in range(1, groups + 1) if groups % n == 0)
+        yield problem(c, "learner.num_mini_batches", message, f"use one of {divisors}", "trainer.groups_per_step")
+    elif learner.num_ranks > (samples := _samples(c) // mini_batches):
+        of = "one step (trainer.groups_per_step x rollout.group_size)"
+        if mini_batches > 1:
+            of = "one mini-batch (trainer.groups_per_step x rollout.group_size / learner.num_mini_batches)"
+        message = f"must be at most {samples}, the samples of {of}"
         hint = "a rank without samples does nothing"
         yield problem(c, "learner.num_ranks", message, hint, "trainer.groups_per_step", "rollout.group_size")
     if learner.lr_schedule != "constant" and learner.warmup_steps >= _policy_steps(c):

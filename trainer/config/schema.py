@@ -98,9 +98,15 @@ class LearnerConfig:
     """AdamW epsilon."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm is clipped to this."""
+    updates_per_batch: PositiveInt = 1
+    """PPO's epochs: how many optimizer updates every response of a batch takes part in. All updates of a step have the
+    same learning rate, and together make one policy version. Advantages and old log-probs are from before the first."""
+    num_mini_batches: PositiveInt = 1
+    """Mini-batches of a batch, of equally many whole groups: each is an update, so a step makes `updates_per_batch` x
+    `num_mini_batches`. They are drawn by `seed` and step, and visited in another order each time."""
     max_skipped_steps: NonNegativeInt = 3
-    """Consecutive steps with a non-finite gradient that are skipped and change nothing. One more ends the run, after a
-    save."""
+    """Consecutive steps without a finite gradient that are skipped and change nothing. One more ends the run, after a
+    save. In a step of several updates only those without a finite gradient are skipped."""
     max_tokens_per_micro_batch: PositiveInt | Literal["auto"] = "auto"
     """Packed tokens per micro-batch and rank. `auto` measures at the start how many fit on the device, at most 65,536
     and no fewer than the longest sequence has; on a CPU it is 16,384. A run that resumes keeps its number."""
@@ -128,6 +134,11 @@ class LearnerConfig:
     """Port where learner ranks meet (on rank 0's node); 0 takes a free one; set it where a firewall needs to know."""
     timeout_s: PositiveFloat = 1800.0
     """Deadline of one learner call (step, checkpoint) and of its collectives."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of a step in which no group is left out."""
+        return self.updates_per_batch * self.num_mini_batches
 
 
 @section

@@ -69,9 +69,9 @@ class MicroBatch:
     advantages: np.ndarray
     """float32[T]; 0 where the learner has to finish them."""
     loss_weights: np.ndarray
-    """float32[T]: share of each token in the step's loss: 1 / (global denominator) as the aggregation defines it,
-    0 outside `loss_mask`. The loss of the whole step is the plain sum of weight x token loss over all ranks and
-    micro-batches, so it cannot depend on how the batch was split."""
+    """float32[T]: share of each token in the loss of its update: 1 / (global denominator) as the aggregation defines
+    it, 0 outside `loss_mask`. The loss of an update is the plain sum of weight x token loss over all ranks and its
+    micro-batches, so it cannot depend on how its mini-batch was split."""
     cov_selected: np.ndarray | None = None
     """bool[T]: tokens chosen for their covariance over the whole step; None with a loss that chooses none."""
     token_rewards: np.ndarray | None = None
@@ -85,11 +85,15 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Everything one optimizer step needs. `micro_batches[rank]` has the same length for every rank."""
+    """Everything one step needs. `micro_batches[rank]` has the same length for every rank."""
 
     step: int
     """From 0."""
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    """Those of a mini-batch are next to each other."""
+    updates: tuple[tuple[int, int], ...] = ()
+    """Of each optimizer update of the step, in order: its mini-batch, as the range (start, stop) of every rank's
+    micro-batches. Empty: one update over all of them."""
     num_samples: int
     """Responses; each is one token sequence or several."""
     num_sequences: int

@@ -51,32 +51,54 @@ def build_train_batch(
     max_response_tokens: int,
     cost: Callable[[int, int], float] | None = None,
     share_prefix: bool | Literal["auto"] = False,
+    num_mini_batches: int = 1,
+    updates_per_batch: int = 1,
+    seed: int = 0,
 ) -> TrainBatch:
-    """Advantages, loss weights and micro-batches for one optimizer step, of all its groups. Raises as `build_samples`.
+    """Advantages, loss weights and micro-batches for one step, of all its groups. Raises as `build_samples`.
 
-    Loss weights come from the counts of the whole step, before anything is split, so the loss does not depend on the
-    number of ranks or micro-batches. A step whose every trajectory is left out has one empty micro-batch per rank.
-    `max_response_tokens` is the limit of the rollouts; overlong shaping counts back from it. `cost` is what ranks and
-    micro-batches are balanced by: (tokens, loss tokens) of a sample -> operations; None: its tokens.
-    `share_prefix`: whether prompts of a group are computed once for all of its samples in a micro-batch.
+    Advantages, and the tokens that a loss selects, are those of the whole step. Loss weights come from the counts of
+    the mini-batch, before that is split, so the loss does not depend on the number of ranks or micro-batches. A step
+    whose every trajectory is left out has one empty micro-batch per rank.
+
+    Args:
+        max_response_tokens: limit of the rollouts; overlong shaping counts back from it.
+        cost: what ranks and micro-batches are balanced by: (tokens, loss tokens) of a sample -> operations; None: its
+            tokens.
+        num_mini_batches: each has as many whole groups as the others, one more at most, drawn by `seed` and `step`;
+            groups without a sample do not count, so there are fewer mini-batches where too few groups are left.
+        updates_per_batch: how often every mini-batch is visited: in passes over all of them, each in an order of its
+            own.
+        share_prefix: whether prompts of a group are computed once for all of its samples in a micro-batch; "auto"
+            decides by the first mini-batch.
     """
     samples, group_rewards, excluded = build_samples(
         groups, algorithm=algorithm, max_response_tokens=max_response_tokens
     )
     lengths = [s.num_tokens for s in samples]
     costs = [float(s.num_tokens) if cost is None else cost(s.num_tokens, s.num_loss_tokens) for s in samples]
-    prompts = _prompts(samples, cost)
-    plan, is_shared = plan_shared(
-        lengths,
-        costs=costs,
-        prompts=prompts,
-        share=share_prefix,
-        num_ranks=num_ranks,
-        max_tokens=max_tokens_per_micro_batch,
-    )
+    prompts, is_shared = _prompts(samples, cost), share_prefix
     norm = max_response_tokens if algorithm.loss_norm_tokens is None else algorithm.loss_norm_tokens
-    weights = _weights(samples, algorithm, norm)
     selected = _selected(samples, step, algorithm)
+    rng = np.random.default_rng((seed, step))
+    plan: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    weights: dict[int, float] = {}
+    ranges: list[tuple[int, int]] = []
+    for members in _mini_batches(samples, num_mini_batches, rng):
+        chosen, start = [samples[i] for i in members], len(plan[0])
+        weights |= zip(members, _weights(chosen, algorithm, norm), strict=True)
+        of_ranks, is_shared = plan_shared(
+            [s.num_tokens for s in chosen],
+            costs=[costs[i] for i in members],
+            prompts=prompts._replace(of_sample=[prompts.of_sample[i] for i in members]),
+            share=is_shared,
+            num_ranks=num_ranks,
+            max_tokens=max_tokens_per_micro_batch,
+        )
+        for rank, micro_batches in zip(plan, of_ranks, strict=True):
+            rank += [[members[i] for i in micro_batch] for micro_batch in micro_batches]
+        ranges.append((start, len(plan[0])))
+    updates = [ranges[i] for _ in range(updates_per_batch) for i in rng.permutation(len(ranges))]
 
     def prefix_lens(members: Sequence[int]) -> np.ndarray:
         used = [prompts.of_sample[i] for i in members]
@@ -108,6 +130,7 @@ def build_train_batch(
     return TrainBatch(
         step=step,
         micro_batches=micro_batches,
+        updates=tuple(updates),
         num_samples=len({s.response_index for s in samples}),
         num_sequences=len(samples),
         num_tokens=sum(lengths),
@@ -281,6 +304,13 @@ def _prompts(samples: Sequence[Sample], cost: Callable[[int, int], float] | None
             lengths.append(length)
         of_sample.append(found[key])
     return SharedPrompts(of_sample, lengths, [float(n) if cost is None else cost(n, 0) for n in lengths])
+
+
+def _mini_batches(samples: Sequence[Sample], number: int, rng: np.random.Generator) -> list[list[int]]:
+    """Indices of the samples of each mini-batch, ascending; one without any if there are none."""
+    groups = [list(indices) for _, indices in groupby(range(len(samples)), key=lambda i: samples[i].group_id)]
+    parts = np.array_split(rng.permutation(len(groups)), max(1, min(number, len(groups))))
+    return [sorted(i for group in part.tolist() for i in groups[group]) for part in parts]
 
 
 def _weights(samples: Sequence[Sample], algorithm: AlgorithmConfig, norm_tokens: int) -> list[float]:

@@ -250,6 +250,9 @@ class TrainingRun:
                     max_response_tokens=cfg.rollout.max_response_tokens,
                     cost=None if self.learner.flops is None else self.learner.flops.of_sequence,
                     share_prefix=share_prefix,
+                    num_mini_batches=cfg.learner.num_mini_batches,
+                    updates_per_batch=cfg.learner.updates_per_batch,
+                    seed=cfg.seed,
                 )
             await self._batches.put((groups, batch))
         self.state.advance(Phase.DRAINING)
@@ -483,12 +486,18 @@ def _warn_of_skipped(result: StepResult) -> None:
             critic.sum,
             step,
         )
+    cause = "look for wrong rewards and log-probs in its trajectories, or lower the learning rate"
     if (skipped := result.metrics.get("skipped_steps")) is not None and skipped.sum:
         log.warning(
-            "step %d was skipped: a gradient is not finite, so no weight has changed; look for wrong rewards and "
-            "log-probs in its trajectories, or lower the learning rate (learner.max_skipped_steps is the limit)",
+            "step %d was skipped: a gradient is not finite, so no weight has changed; %s (learner.max_skipped_steps is "
+            "the limit)",
             step,
+            cause,
         )
+    elif (updates := result.metrics.get("skipped_updates")) is not None and updates.sum:
+        log.warning("%d updates of step %d were skipped: a gradient is not finite; %s", updates.sum, step, cause)
+    if (tokens := result.metrics.get("num_loss_tokens")) is not None and not tokens.sum:
+        log.warning("step %d changed no weight: no token of its responses carries loss (response/excluded/*)", step)
 
 
 async def _log_failure(todo: Awaitable[None], message: str) -> None:

@@ -193,12 +193,12 @@ class LearnerActor:
         self,
         micro_batches: Sequence[MicroBatch],
         step: int,
+        updates: Sequence[tuple[int, int]],
         version: int,
         group_rewards: Sequence[GroupRewards] | None = None,
-        num_loss_tokens: int = 0,
     ) -> StepResult:
         return self._parts.learner.train_step(
-            micro_batches, step=step, version=version, group_rewards=group_rewards, num_loss_tokens=num_loss_tokens
+            micro_batches, step=step, updates=updates, version=version, group_rewards=group_rewards
         )
 
     def save(self, path: str, step: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,6 +51,21 @@ class ValueTargets(NamedTuple):
     """float64[T]: what the critic learns."""
 
 
+@dataclass(slots=True)
+class PreparedBatch:
+    """A micro-batch, and what stays fixed over all updates that learn from it."""
+
+    batch: MicroBatch
+    """With final advantages."""
+    reference_T: np.ndarray | None
+    """Log-probs of the reference, float32[T]; None where nothing needs them."""
+    targets: ValueTargets | None
+    """What the critic learns; None without one."""
+    proximal_L: Tensor | None = None
+    """Log-probs of the policy before the first update, float32[L] on its device. None during that update, and where
+    none is needed: see `trainer.algorithms.corrections`."""
+
+
 def refuse_non_finite(arrays: Iterable[np.ndarray], what: str) -> None:
     """Raises TrainingDiverged on every rank if any of them has such a number: one that raised alone would leave the
     others waiting in their next collective."""
@@ -81,19 +96,18 @@ def value_targets(
 
 
 class ValueSums:
-    """Sums over the loss tokens of one step, for its metrics and for the weight of a token."""
+    """Sums over the loss tokens of one step, for its metrics."""
 
-    def __init__(self, *, num_loss_tokens: int, clip: float | None) -> None:
-        """`num_loss_tokens` counts those of the whole step; `clip` is `critic.value_clip`."""
-        self._token_weight = 1.0 / max(1, num_loss_tokens)
-        """Of a token in the critic's loss, which is a token mean over the step under every aggregation."""
+    def __init__(self, *, clip: float | None) -> None:
+        """`clip` is `critic.value_clip`."""
         self._clip = clip
         self._sums = np.zeros(6)
         self._num_clippable = 0
         self._num_clipped: Tensor | float = 0.0
 
-    def loss(self, values_L: Tensor, batch: MicroBatch, targets: ValueTargets) -> Tensor:
-        """The share of a micro-batch in the critic's loss, with gradient."""
+    def loss(self, values_L: Tensor, batch: MicroBatch, targets: ValueTargets, *, token_weight: float) -> Tensor:
+        """The share of a micro-batch in the critic's loss, with gradient; `token_weight` is that of a token, 1 over the
+        tokens of the update: the loss is a token mean under every aggregation."""
         mask, device = batch.loss_mask, values_L.device
         old_L = to_device(targets.values_T[mask], device)
         returns_L = to_device(targets.returns_T[mask].astype(np.float32), device)
@@ -101,7 +115,7 @@ class ValueSums:
         if self._clip is not None:
             self._num_clipped = self._num_clipped + is_clipped_L.sum()
             self._num_clippable += len(loss_L)
-        return loss_L.sum() * self._token_weight
+        return loss_L.sum() * token_weight
 
     def add(self, batch: MicroBatch, targets: ValueTargets) -> None:
         """Count a micro-batch, once per step, with the values from its start."""
@@ -136,22 +150,30 @@ class Critic(ABC):
         self._cfg, self._device = cfg, device
 
     @abstractmethod
-    def _values(self, batch: MicroBatch, *, is_last: bool) -> Tensor:
-        """Values of the states in which the loss tokens are chosen, float32[L]; with gradient if they are to be
-        learned from at once."""
+    def _values(self, batch: MicroBatch, *, is_last: bool, learns: bool) -> Tensor:
+        """Values of the states in which the loss tokens are chosen, float32[L]; with gradient if a critic of its own
+        `learns` from them."""
 
     def targets(
-        self, batches: Sequence[MicroBatch], rewards: Sequence[np.ndarray], values: ValueSums
+        self,
+        batches: Sequence[MicroBatch],
+        rewards: Sequence[np.ndarray],
+        values: ValueSums,
+        *,
+        token_weight: float | None,
     ) -> list[ValueTargets]:
-        """GAE from the current values and the rewards, float64[T] of every micro-batch. Collective. Raises
-        TrainingDiverged on all ranks if a value is not finite on any."""
+        """GAE from the current values and the rewards, float64[T] of every micro-batch. Collective.
+
+        With a `token_weight` a separate critic keeps the gradients of an update over all of them: one forward pass
+        serves both. Raises TrainingDiverged on all ranks if a value is not finite on any.
+        """
         found: list[ValueTargets] = []
         for index, (batch, rewards_T) in enumerate(zip(batches, rewards, strict=True)):
-            values_L = self._values(batch, is_last=index == len(batches) - 1)
+            values_L = self._values(batch, is_last=index == len(batches) - 1, learns=token_weight is not None)
             targets = value_targets(batch, rewards_T, scatter_to_tokens(values_L, batch), config=self._cfg.algorithm)
             values.add(batch, targets)
-            if values_L.requires_grad:
-                values.loss(values_L, batch, targets).backward()
+            if token_weight is not None and values_L.requires_grad:
+                values.loss(values_L, batch, targets, token_weight=token_weight).backward()
             found.append(targets)
         bad = "values of the critic are not finite; lower critic.lr or critic.max_grad_norm"
         refuse_non_finite([one.values_T for one in found], bad)
@@ -172,8 +194,7 @@ class CriticModel(RootModel):
 
 
 class SeparateCritic(Critic):
-    """A critic with its own backbone and optimizer. Every method is collective. `targets` leaves the gradients of the
-    first update: one forward pass serves both."""
+    """A critic with its own backbone and optimizer. Every method is collective."""
 
     def __init__(self, cfg: RunConfig, *, context: ParallelContext, policy: PreTrainedModel) -> None:
         """Raises ModelError if `critic.path` cannot be trained, or knows fewer tokens than `policy`."""
@@ -198,41 +219,51 @@ class SeparateCritic(Critic):
         """Of the whole gradient."""
         return sum_over_ranks(self.optimizer.grad_sq_sum().reshape(1))[0] ** 0.5
 
+    def lr(self, step: int) -> float:
+        return learning_rate(step, config=self._schedule, total_steps=self._cfg.trainer.total_steps)
+
+    def learn(self, mini_batch: Sequence[PreparedBatch], values: ValueSums, *, token_weight: float) -> None:
+        """Leave the gradients of an update."""
+        for index, one in enumerate(mini_batch):
+            assert one.targets is not None
+            values_L = self._values(one.batch, is_last=index == len(mini_batch) - 1, learns=True)
+            values.loss(values_L, one.batch, one.targets, token_weight=token_weight).backward()
+
     def update(
         self,
-        batches: Sequence[MicroBatch],
-        targets: Sequence[ValueTargets],
+        mini_batch: Sequence[PreparedBatch],
         values: ValueSums,
         *,
-        step: int,
+        token_weight: float,
+        lr: float,
         grad_norm: float,
-    ) -> dict[str, Metric]:
-        """Apply the gradients that `targets` left, of norm `grad_norm`, then make the other updates of the step.
+    ) -> list[float]:
+        """Apply the gradients that are there, of norm `grad_norm`, then make the further updates over the mini-batch.
+        Returns the norms of those made, at most `critic.updates_per_step`.
 
         The policy has been updated by now, so a later gradient that is not finite fails nothing: that update and those
         after it are skipped on every rank.
         """
-        lr = learning_rate(step, config=self._schedule, total_steps=self._cfg.trainer.total_steps)
-        norms = [grad_norm]
-        self.optimizer.step(lr=lr, grad_norm=grad_norm)
-        num_updates, num_skipped = self._cfg.critic.updates_per_step, 0
-        for done in range(1, num_updates):
-            for index, (batch, of_batch) in enumerate(zip(batches, targets, strict=True)):
-                values_L = self._values(batch, is_last=index == len(batches) - 1)
-                values.loss(values_L, batch, of_batch).backward()
-            norm = self.grad_norm()
-            if not math.isfinite(norm):
-                self.optimizer.zero_grad()
-                num_skipped = num_updates - done
-                break
-            norms.append(norm)
-            self.optimizer.step(lr=lr, grad_norm=norm)
-        metrics = {"critic_grad_norm": Metric(sum=sum(norms), count=len(norms)), "critic_lr": Metric(sum=lr)}
-        return metrics | ({"critic_skipped_updates": Metric(sum=float(num_skipped))} if num_updates > 1 else {})
+        norms: list[float] = []
+        while math.isfinite(grad_norm):
+            self.optimizer.step(lr=lr, grad_norm=grad_norm)
+            norms.append(grad_norm)
+            if len(norms) == self._cfg.critic.updates_per_step:
+                return norms
+            self.learn(mini_batch, values, token_weight=token_weight)
+            grad_norm = self.grad_norm()
+        self.optimizer.zero_grad()
+        return norms
 
-    def _values(self, batch: MicroBatch, *, is_last: bool) -> Tensor:
-        self._model.expect_backward(is_last=is_last)
-        return self._model(PackedInputs.of(batch, device=self._device, layout=self._layout))
+    def _values(self, batch: MicroBatch, *, is_last: bool, learns: bool) -> Tensor:
+        inputs = PackedInputs.of(batch, device=self._device, layout=self._layout)
+        if learns:
+            self._model.expect_backward(is_last=is_last)
+            return self._model(inputs)
+        with torch.no_grad():
+            values_L = self._model(inputs)
+        self._model.release()
+        return values_L
 
 
 class SharedCritic(Critic):
@@ -243,7 +274,7 @@ class SharedCritic(Critic):
         super().__init__(cfg, device=built.device)
         self._built = built
 
-    def _values(self, batch: MicroBatch, *, is_last: bool) -> Tensor:
+    def _values(self, batch: MicroBatch, *, is_last: bool, learns: bool) -> Tensor:
         values_L = self._built.no_grad_forward(batch).values_L
         assert values_L is not None
         return values_L

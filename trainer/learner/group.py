@@ -99,7 +99,7 @@ class LearnerGroup:
         return reports
 
     async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:
-        """One optimizer step on policy `version`. A rank fetches only its own micro-batches from the object store.
+        """The updates of one step on policy `version`. A rank fetches only its own micro-batches from the object store.
 
         Returns:
             The metrics (equal on all ranks), seconds of the slowest rank per phase, and operations added up.
@@ -115,7 +115,7 @@ class LearnerGroup:
             )
         refs = await asyncio.gather(*(asyncio.to_thread(ray.put, part) for part in batch.micro_batches))
         results: list[StepResult] = await self._gather(
-            "train_step", [(ref, batch.step, version, batch.group_rewards, batch.num_loss_tokens) for ref in refs]
+            "train_step", [(ref, batch.step, batch.updates, version, batch.group_rewards) for ref in refs]
         )
         seconds = {phase: max(r.seconds[phase] for r in results) for phase in results[0].seconds}
         return replace(

@@ -5,7 +5,9 @@ Shape legend: `T` packed tokens, `L` loss tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from trainer.algorithms.losses import kl_penalty, policy_loss
 from trainer.errors import GradientsDiverged, TrainingDiverged
 from trainer.learner.attention import attention_name, to_device
 from trainer.learner.checkpoint import load_sharded, save_sharded
-from trainer.learner.critic import SeparateCritic, ValueSums, build_critic
+from trainer.learner.critic import PreparedBatch, SeparateCritic, SharedCritic, ValueSums, build_critic
 from trainer.learner.flops import model_flops, peak_flops
 from trainer.learner.fsdp import ShardedAdamW, learning_rate
 from trainer.learner.hf_export import export_hf
@@ -24,10 +26,10 @@ from trainer.learner.model import ParallelContext, build_policy, compiles
 from trainer.learner.offload import CpuOffload
 from trainer.learner.packed_inputs import loss_inputs, token_ages
 from trainer.learner.prepare import build_reference, prepare_step
-from trainer.learner.step_stats import Metric, PhaseTimer, StepResult, StepSums, policy_metrics
+from trainer.learner.step_stats import Metric, PhaseTimer, StepResult, UpdateSums, policy_metrics, sum_over_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     import torch
@@ -37,9 +39,33 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
     from trainer.learner.attention import LayoutFn
-    from trainer.learner.critic import ValueTargets
     from trainer.learner.model import PolicyOutput
     from weight_sync.device.base import Backend
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """What the updates of one step share, and what they leave."""
+
+    version: int | None
+    """Of the policy before the step; None while only the critic is trained."""
+    lr: float
+    critic_lr: float
+    keeps_proximal: bool
+    num_updates: int
+    num_micro_batches: int
+    values: ValueSums
+    timer: PhaseTimer
+    sums: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    """Of each update of the policy with a finite gradient."""
+    skipped: list[tuple[dict[str, float], dict[str, float] | None]] = field(default_factory=list[Any])
+    """Norms, and sums of the policy, of each update with one that is not finite."""
+    critic_norms: list[list[float]] = field(default_factory=list[list[float]])
+    num_policy_updates: int = 0
+
+    @property
+    def is_skipped(self) -> bool:
+        return len(self.skipped) == self.num_updates
 
 
 class PolicyTrainer:
@@ -106,22 +132,24 @@ class PolicyTrainer:
         micro_batches: Sequence[MicroBatch],
         *,
         step: int,
+        updates: Sequence[tuple[int, int]] = (),
         version: int | None = None,
         group_rewards: Sequence[GroupRewards] | None = None,
-        num_loss_tokens: int = 0,
     ) -> StepResult:
-        """One optimizer step over this rank's micro-batches; every rank must have the same number of them.
+        """The optimizer updates of one step over this rank's micro-batches; every rank must have the same number.
 
-        The loss is the sum of weight x token loss over all ranks and micro-batches. The first `critic.warmup_steps`
-        train only the critic. A step whose gradient is not finite is skipped on every rank: nothing is updated.
+        The loss of an update is the sum of weight x token loss over all ranks and its micro-batches. Advantages,
+        values, reference and every old log-prob are from before the first update. The first `critic.warmup_steps`
+        steps train only the critic. An update whose gradient is not finite is skipped on every rank, and so is one in
+        which no token carries loss: momentum and decay would move the weights.
 
         Args:
+            updates: as `TrainBatch.updates`.
             version: of the policy before the step; None where every step before it made one.
             group_rewards: of the whole step, where advantages are finished here (`algorithm.finishes_on_ranks`).
-            num_loss_tokens: of the whole step; only a critic needs it.
 
         Raises:
-            GradientsDiverged: more than `learner.max_skipped_steps` gradients in a row are not finite.
+            GradientsDiverged: more than `learner.max_skipped_steps` steps in a row have no finite gradient.
             TrainingDiverged: a value or a log-prob of the reference is not finite. Both on all ranks; no weight has
                 been changed.
             ValueError: no micro-batch, or one is malformed or younger than the weights.
@@ -129,95 +157,146 @@ class PolicyTrainer:
         if not micro_batches:
             raise ValueError("train_step needs at least one micro-batch per rank; pad ranks with a batch without loss")
         self.offload.require_onloaded("train_step")
-        cfg, critic = self._cfg, self._critic
-        timer = PhaseTimer(self.device)
-        values = ValueSums(num_loss_tokens=num_loss_tokens, clip=cfg.critic.value_clip)
+        cfg, whole = self._cfg, (0, len(micro_batches))
+        updates = list(updates) or [whole]
         num_critic_alone = cfg.critic.warmup_steps if cfg.algorithm.uses_critic else 0
         trains_policy = step >= num_critic_alone
+        value_tokens = [0.0] * len(updates) if self._critic is None else _loss_tokens(micro_batches, updates)
+        total_steps = cfg.trainer.total_steps - num_critic_alone
+        current = _Step(
+            version=(step if version is None else version) if trains_policy else None,
+            lr=learning_rate(max(0, step - num_critic_alone), config=cfg.learner, total_steps=total_steps),
+            critic_lr=self._critic.lr(step) if isinstance(self._critic, SeparateCritic) else 0.0,
+            keeps_proximal=trains_policy and len(updates) > 1 and cfg.algorithm.correction.objective != "bypass",
+            num_updates=len(updates),
+            num_micro_batches=len(micro_batches),
+            values=ValueSums(clip=cfg.critic.value_clip),
+            timer=PhaseTimer(self.device),
+        )
+        # Over the whole batch, the pass that gives the values also leaves the critic's gradients of the first update.
+        has_critic_gradients = updates[0] == whole
         try:
-            batches, references, targets = prepare_step(
+            prepared = prepare_step(
                 micro_batches,
                 group_rewards,
                 config=cfg.algorithm,
                 reference=self._reference,
-                critic=critic,
-                values=values,
+                critic=self._critic,
+                values=current.values,
+                token_weight=1.0 / max(1.0, value_tokens[0]) if has_critic_gradients else None,
                 trains_policy=trains_policy,
-                timer=timer,
+                timer=current.timer,
             )
         except TrainingDiverged:
             self._drop_gradients()
             raise
-        metrics: dict[str, Metric] = {}
-        norms: dict[str, float] = {}
-        if trains_policy:
-            trained = step if version is None else version
-            sums = self._policy_gradients(batches, references, targets, values, version=trained, timer=timer)
-            norms["learner"] = sums["grad_sq"] ** 0.5
-            metrics = policy_metrics(sums, correction=cfg.algorithm.correction)
-            metrics["grad_norm"] = Metric(sum=norms["learner"])
-        if isinstance(critic, SeparateCritic):
-            norms["critic"] = critic.grad_norm()
-        is_skipped = self._is_skipped(norms, step=step)
-        metrics["skipped_steps"] = Metric(sum=float(is_skipped))
-        if not is_skipped:
-            if trains_policy:
-                total_steps = cfg.trainer.total_steps - num_critic_alone
-                lr = learning_rate(step - num_critic_alone, config=cfg.learner, total_steps=total_steps)
-                self._optimizers[""].step(lr=lr, grad_norm=norms["learner"])
-                metrics["lr"] = Metric(sum=lr)
-            timer.mark("optimizer")
-            if isinstance(critic, SeparateCritic):
-                metrics |= critic.update(batches, targets, values, step=step, grad_norm=norms["critic"])
-            if critic is not None:
-                metrics |= values.reduce()
-                timer.mark("critic")
+        if current.keeps_proximal:
+            self._add_proximal([*prepared[: updates[0][0]], *prepared[updates[0][1] :]], current.timer)
+        for (start, stop), num_tokens in zip(updates, value_tokens, strict=True):
+            self._update(prepared[start:stop], current, num_tokens, has_critic_gradients=has_critic_gradients)
+            has_critic_gradients = False
+        self._count_skipped(current, step=step)
+        visited = [batch for start, stop in updates for batch in micro_batches[start:stop]]
         return StepResult(
             step=step,
-            metrics=metrics,
-            is_policy_changed=trains_policy and not is_skipped,
-            seconds=timer.seconds(),
-            model_flops=self.flops.of_batches(micro_batches) if self.flops and trains_policy else None,
+            metrics=self._metrics(current),
+            is_policy_changed=current.num_policy_updates > 0,
+            seconds=current.timer.seconds(),
+            model_flops=self.flops.of_batches(visited) if self.flops and trains_policy else None,
             peak_flops=self._peak_flops,
         )
 
-    def _policy_gradients(
+    def _add_proximal(self, prepared: Sequence[PreparedBatch], timer: PhaseTimer) -> None:
+        """To those that the first update does not visit, which adds it to its own."""
+        for one in prepared:
+            one.proximal_L = self._built.no_grad_forward(one.batch).logprobs_L
+        if prepared:
+            timer.mark("proximal")
+
+    def _update(
         self,
-        batches: Sequence[MicroBatch],
-        references: Sequence[np.ndarray | None],
-        targets: Sequence[ValueTargets],
-        values: ValueSums,
+        mini_batch: Sequence[PreparedBatch],
+        current: _Step,
+        num_value_tokens: float,
         *,
-        version: int,
-        timer: PhaseTimer,
+        has_critic_gradients: bool,
+    ) -> None:
+        """One update of the policy, and those of the critic. `num_value_tokens` are the loss tokens of all ranks, where
+        there is a critic."""
+        critic, token_weight = self._critic, 1.0 / max(1.0, num_value_tokens)
+        norms: dict[str, float] = {}
+        sums: dict[str, float] | None = None
+        if current.version is not None:
+            sums = self._policy_gradients(mini_batch, current, token_weight=token_weight)
+            norms["learner"] = sums["grad_sq"] ** 0.5
+        if isinstance(critic, SeparateCritic):
+            if not has_critic_gradients:
+                critic.learn(mini_batch, current.values, token_weight=token_weight)
+            norms["critic"] = critic.grad_norm()
+        if not all(map(math.isfinite, norms.values())):
+            self._drop_gradients()
+            current.skipped.append((norms, sums))
+            return
+        if sums is not None:
+            current.sums.append(sums)
+            # A correction may leave none of the tokens; the values of a shared critic learn from them nevertheless.
+            if sums["weight"] > 0 or (isinstance(critic, SharedCritic) and num_value_tokens > 0):
+                self._optimizers[""].step(lr=current.lr, grad_norm=norms["learner"])
+                current.num_policy_updates += 1
+            else:
+                self._optimizers[""].zero_grad()
+        current.timer.mark("optimizer")
+        if isinstance(critic, SeparateCritic):
+            if num_value_tokens > 0:
+                current.critic_norms.append(
+                    critic.update(
+                        mini_batch,
+                        current.values,
+                        token_weight=token_weight,
+                        lr=current.critic_lr,
+                        grad_norm=norms["critic"],
+                    )
+                )
+            else:
+                critic.optimizer.zero_grad()
+            current.timer.mark("critic")
+
+    def _policy_gradients(
+        self, mini_batch: Sequence[PreparedBatch], current: _Step, *, token_weight: float
     ) -> dict[str, float]:
         """Forward and backward of every micro-batch; the sums of `policy_metrics` over all ranks, and `grad_sq`."""
-        sums = StepSums(self.device)
-        for index, batch in enumerate(batches):
-            self._built.policy.expect_backward(is_last=index == len(batches) - 1)
-            output = self._built.forward(batch)
-            loss, parts = self._loss(batch, output, version=version, reference_T=references[index])
+        sums, timer = UpdateSums(self.device), current.timer
+        for index, one in enumerate(mini_batch):
+            self._built.policy.expect_backward(is_last=index == len(mini_batch) - 1)
+            output = self._built.forward(one.batch)
+            loss, parts = self._loss(one, output, version=current.version or 0)
             sums.add(parts)
-            if output.values_L is not None:
-                loss = loss + self._cfg.critic.value_coef * values.loss(output.values_L, batch, targets[index])
+            if current.keeps_proximal and one.proximal_L is None:
+                one.proximal_L = output.logprobs_L.detach()
+            if output.values_L is not None and one.targets is not None:
+                value_loss = current.values.loss(output.values_L, one.batch, one.targets, token_weight=token_weight)
+                loss = loss + self._cfg.critic.value_coef * value_loss
             timer.mark("forward")
             loss.backward()
             timer.mark("backward")
         counts = {
-            "num_tokens": sum(len(batch.token_ids) for batch in batches),
-            "num_loss_tokens": sum(int(np.count_nonzero(batch.loss_mask)) for batch in batches),
+            "num_tokens": sum(len(one.batch.token_ids) for one in mini_batch),
+            "num_loss_tokens": sum(int(np.count_nonzero(one.batch.loss_mask)) for one in mini_batch),
         }
-        return sums.reduce(self._optimizers[""].grad_sq_sum(), counts)
+        passes = len(mini_batch) / current.num_micro_batches
+        return sums.reduce(self._optimizers[""].grad_sq_sum(), counts) | {"passes": passes}
 
     def _loss(
-        self, batch: MicroBatch, output: PolicyOutput, *, version: int, reference_T: np.ndarray | None
+        self, one: PreparedBatch, output: PolicyOutput, *, version: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Weighted sum of the token losses of a micro-batch, and its part of the sums of the step."""
+        """Weighted sum of the token losses of a micro-batch, and its part of the sums of the update."""
+        batch, reference_T = one.batch, one.reference_T
         algorithm, mask = self._cfg.algorithm, batch.loss_mask
         inputs, weight_L, keep_L, correction = correct(
             loss_inputs(batch, output.logprobs_L),
             age_L=token_ages(batch, version=version, device=self.device),
             config=algorithm.correction,
+            proximal_L=one.proximal_L,
         )
         loss_L, stats = policy_loss(inputs, config=algorithm)
         loss_L = loss_L * weight_L
@@ -241,23 +320,45 @@ class PolicyTrainer:
         loss = (loss_L * to_device(batch.loss_weights[mask], self.device)).sum()
         return loss, sums | {"loss": loss.detach()}
 
-    def _is_skipped(self, norms: Mapping[str, float], *, step: int) -> bool:
-        """Whether a norm, which is of all ranks, is not finite; all gradients are dropped then. Raises
-        GradientsDiverged if it is one too many in a row."""
-        bad = next((section for section, norm in norms.items() if not np.isfinite(norm)), None)
-        if bad is None:
+    def _count_skipped(self, current: _Step, *, step: int) -> None:
+        """Raises GradientsDiverged if no update of the step had finite gradients, and that once too often in a row."""
+        if not current.is_skipped:
             self._num_skipped_in_a_row = 0
-            return False
-        self._drop_gradients()
+            return
         self._num_skipped_in_a_row += 1
-        limit = self._cfg.learner.max_skipped_steps
+        limit, (norms, _) = self._cfg.learner.max_skipped_steps, current.skipped[0]
         if self._num_skipped_in_a_row > limit:
+            bad = next(section for section, norm in norms.items() if not math.isfinite(norm))
             raise GradientsDiverged(
                 f"{'' if bad == 'learner' else f'{bad} '}gradient norm of step {step} is {norms[bad]}, after {limit} "
                 f"skipped steps (learner.max_skipped_steps); lower {bad}.lr or {bad}.max_grad_norm, or look for wrong "
                 "rewards in the recorded trajectories"
             )
-        return True
+
+    def _metrics(self, current: _Step) -> dict[str, Metric]:
+        """Collective where there is a critic."""
+        critic = self._critic
+        metrics = {"skipped_steps": Metric(sum=float(current.is_skipped))}
+        if current.num_updates > 1:
+            metrics["num_updates"] = Metric(sum=float(current.num_policy_updates))
+            metrics["skipped_updates"] = Metric(sum=float(len(current.skipped)))
+        # Those that were skipped would turn the means into NaN; alone they show what is wrong.
+        sums = current.sums or [sums for _, sums in current.skipped if sums is not None]
+        if sums:
+            metrics |= policy_metrics(sums, correction=self._cfg.algorithm.correction)
+        if current.num_policy_updates > 0:
+            metrics["lr"] = Metric(sum=current.lr)
+        if isinstance(critic, SeparateCritic) and current.critic_norms:
+            norms = [norm for of_update in current.critic_norms for norm in of_update]
+            metrics["critic_grad_norm"] = Metric(sum=sum(norms), count=len(norms))
+            metrics["critic_lr"] = Metric(sum=current.critic_lr)
+            if (wanted := self._cfg.critic.updates_per_step) > 1:
+                missing = wanted * len(current.critic_norms) - len(norms)
+                metrics["critic_skipped_updates"] = Metric(sum=float(missing))
+        if critic is not None and not current.is_skipped:
+            metrics |= current.values.reduce()
+            current.timer.mark("critic")
+        return metrics
 
     def _drop_gradients(self) -> None:
         for optimizer in self._optimizers.values():
@@ -272,11 +373,11 @@ class PolicyTrainer:
                 self._reference.logprobs([batch])
             if self._critic is not None:
                 rewards_T = np.zeros(len(batch.token_ids))
-                self._critic.targets([batch], [rewards_T], ValueSums(num_loss_tokens=0, clip=None))
+                self._critic.targets([batch], [rewards_T], ValueSums(clip=None), token_weight=1.0)
             for is_last in (False, True):
                 self._built.policy.expect_backward(is_last=is_last)
                 output = self._built.forward(batch)
-                loss, _ = self._loss(batch, output, version=0, reference_T=None)
+                loss, _ = self._loss(PreparedBatch(batch, None, None), output, version=0)
                 if output.values_L is not None:
                     loss = loss + 0.0 * output.values_L.sum()
                 loss.backward()
@@ -300,3 +401,9 @@ class PolicyTrainer:
         """Write the policy as a Hugging Face model directory in `model.rollout_dtype`; rank 0 writes."""
         self.offload.require_onloaded("export_hf")
         export_hf(path, model=self.model, source_dir=self._built.source_dir, config=self._cfg.model)
+
+
+def _loss_tokens(micro_batches: Sequence[MicroBatch], updates: Sequence[tuple[int, int]]) -> list[float]:
+    """Of each update, over all ranks. Collective."""
+    of_batches = [int(np.count_nonzero(batch.loss_mask)) for batch in micro_batches]
+    return sum_over_ranks([float(sum(of_batches[start:stop])) for start, stop in updates])

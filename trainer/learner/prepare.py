@@ -15,7 +15,7 @@ import torch
 from trainer.algorithms.advantages import MIN_VARIANCE, reward_to_go, step_advantages
 from trainer.algorithms.losses import kl_penalty
 from trainer.config.algorithm import traits_of
-from trainer.learner.critic import ValueTargets, refuse_non_finite
+from trainer.learner.critic import PreparedBatch, refuse_non_finite
 from trainer.learner.lora import without_adapters
 from trainer.learner.model import (
     BuiltPolicy,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainer.config.algorithm import AlgorithmConfig, KlConfig
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
-    from trainer.learner.critic import Critic, ValueSums
+    from trainer.learner.critic import Critic, ValueSums, ValueTargets
     from trainer.learner.model import ParallelContext
     from trainer.learner.step_stats import PhaseTimer
 
@@ -99,14 +99,12 @@ def prepare_step(
     reference: Reference | None,
     critic: Critic | None,
     values: ValueSums,
+    token_weight: float | None,
     trains_policy: bool,
     timer: PhaseTimer,
-) -> tuple[list[MicroBatch], list[np.ndarray | None], list[ValueTargets]]:
-    """Finish the advantages of a step, if they are not final; a separate critic keeps its gradients. Collective.
-
-    Returns:
-        Of every micro-batch: (the same with final advantages; log-probs of the reference, float32[T], None where
-        nothing needs them; what the critic learns, no entry without a critic).
+) -> list[PreparedBatch]:
+    """Finish the advantages of a step, if they are not final; with a `token_weight` a separate critic keeps the
+    gradients of its first update, over all of the step. Collective.
 
     Raises:
         TrainingDiverged: a log-prob of the reference or a value is not finite, on any rank; raised on all of them. A
@@ -126,7 +124,7 @@ def prepare_step(
         if critic is None:
             advantages = reward_advantages(batches, rewards, group_rewards, config=config)
         else:
-            targets = critic.targets(batches, rewards, values)
+            targets = critic.targets(batches, rewards, values, token_weight=token_weight)
             advantages = [one.advantages_T for one in targets]
             if config.whiten_advantages:
                 advantages = normalized_over_ranks(advantages, batches)
@@ -140,7 +138,8 @@ def prepare_step(
             b if r is None else replace(b, advantages=less_kl(b.advantages, b, r, config=config.kl).astype(np.float32))
             for b, r in zip(batches, references, strict=True)
         ]
-    return batches, references, targets
+    known = targets or [None] * len(batches)
+    return [PreparedBatch(*one) for one in zip(batches, references, known, strict=True)]
 
 
 def _rewards(batch: MicroBatch, reference_T: np.ndarray | None, *, config: KlConfig) -> np.ndarray:

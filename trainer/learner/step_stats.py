@@ -33,17 +33,18 @@ class Metric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One optimizer step, reduced over all ranks and micro-batches (times: of this rank)."""
+    """One step, reduced over all ranks, updates and micro-batches (times: of this rank)."""
 
     step: int
     metrics: Mapping[str, Metric]
     """Equal on every rank; `trainer.telemetry.metrics` describes each. A metric is absent where it means nothing: while
     only the critic is trained, of a policy that sampled no token, of a reference or a correction that is off."""
     seconds: Mapping[str, float]
-    """`reference` and `critic` (if there is one), `advantages` (where they are finished without a critic), `forward`,
-    `backward`, `optimizer` (reduction and clipping included) and `step`."""
+    """`reference` and `critic` (if there is one), `advantages` (where they are finished without a critic), `proximal`
+    (where a correction needs those log-probs ahead), `forward`, `backward`, `optimizer` (reduction and clipping
+    included) and `step`."""
     is_policy_changed: bool = True
-    """Not where only the critic is trained, or the step was skipped."""
+    """Not where only the critic is trained, or every update was skipped."""
     model_flops: float | None = None
     """Operations of the policy's forward and backward (`ModelFlops`), of this rank or of a whole `LearnerGroup`. None
     where the policy was not trained, or its shapes are not enough to know."""
@@ -62,8 +63,8 @@ def sum_over_ranks(values: Tensor | Sequence[float] | np.ndarray) -> list[float]
     return summed.tolist()
 
 
-class StepSums:
-    """Named sums over the micro-batches of one step, kept on the device until the one reduction at its end. Of a name
+class UpdateSums:
+    """Named sums over the micro-batches of one update, kept on the device until the one reduction at its end. Of a name
     that ends in `_max` it is the largest value, and at least 0."""
 
     def __init__(self, device: torch.device) -> None:
@@ -89,8 +90,15 @@ class StepSums:
         return dict(zip(names, sum_over_ranks(own) + maxima.tolist(), strict=True))
 
 
-def policy_metrics(sums: Mapping[str, float], *, correction: CorrectionConfig) -> dict[str, Metric]:
-    """Metrics of a step from its reduced sums: see `StepResult.metrics`."""
+def policy_metrics(updates: Sequence[Mapping[str, float]], *, correction: CorrectionConfig) -> dict[str, Metric]:
+    """Metrics of a step from the reduced sums of its updates, at least one: see `StepResult.metrics`. `passes` of an
+    update is the share of the step's micro-batches that it visited.
+
+    Means are over the tokens of all updates. What separates learner and engine, and `first_*` if there are several
+    updates, are of the first one, whose policy is still the version that the step started with.
+    """
+    first = updates[0]
+    sums = {name: (max if name.endswith("_max") else sum)(one[name] for one in updates) for name in first}
     num_loss = sums["num_loss_tokens"]
     per_token = {
         "ratio_mean": sums["ratio"],
@@ -102,11 +110,25 @@ def policy_metrics(sums: Mapping[str, float], *, correction: CorrectionConfig) -
     }
     if "kl_reference" in sums:
         per_token["kl_reference"] = sums["kl_reference"]
-    metrics = {name: Metric(sum=sums[name]) for name in ("loss", "ratio_max", "num_loss_tokens", "num_tokens")}
+    metrics = {
+        "loss": Metric(sum=sums["loss"], count=len(updates)),
+        "grad_norm": Metric(sum=sum(one["grad_sq"] ** 0.5 for one in updates), count=len(updates)),
+        "ratio_max": Metric(sum=sums["ratio_max"]),
+        "num_loss_tokens": Metric(sum=num_loss, count=sums["passes"]),
+        "num_tokens": Metric(sum=sums["num_tokens"], count=sums["passes"]),
+    }
     for cause in ("fresh", "stale"):
-        if num_tokens := sums[f"{cause}_tokens"]:
-            metrics[f"mismatch/{cause}"] = Metric(sum=sums[f"{cause}_abs"], count=num_tokens)
-            metrics[f"mismatch/{cause}_kl"] = Metric(sum=sums[f"{cause}_kl"], count=num_tokens)
+        if num_tokens := first[f"{cause}_tokens"]:
+            metrics[f"mismatch/{cause}"] = Metric(sum=first[f"{cause}_abs"], count=num_tokens)
+            metrics[f"mismatch/{cause}_kl"] = Metric(sum=first[f"{cause}_kl"], count=num_tokens)
+    if len(updates) > 1:
+        metrics["first_ratio_max"] = Metric(sum=first["ratio_max"])
+        for name, of_first in (
+            ("ratio_mean", "ratio"),
+            ("clip_low_frac", "clip_ratio_low"),
+            ("clip_high_frac", "clip_ratio_high"),
+        ):
+            metrics[f"first_{name}"] = Metric(sum=first[of_first], count=first["num_loss_tokens"])
     actions = {"clamped": correction.clamp, "masked": correction.mask, "rejected": correction.reject}
     active = [name for name, action in actions.items() if action.is_active]
     if active or correction.objective != "bypass":

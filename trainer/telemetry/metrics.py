@@ -71,10 +71,20 @@ ENGINES: Rows = (
 
 LEARNER: Rows = (
     ("learner/loss", "loss", "Training loss of the policy: after the correction, with the entropy bonus and the KL "
-     "penalty where they are part of the loss; aggregated over the whole step by algorithm.loss_aggregation.",
+     "penalty where they are part of the loss; aggregated by algorithm.loss_aggregation, mean of the step's updates.",
      "near 0; finite"),
     ("learner/skipped_steps", "0 or 1", "Whether the step was skipped because a gradient was not finite.", "0"),
-    ("learner/grad_norm", "norm", "Gradient norm before clipping.", "no growth over 10x"),
+    ("learner/num_updates", "updates", "Optimizer updates of the policy in the step; only with several per batch, as "
+     "the next five.", "updates_per_batch x num_mini_batches"),
+    ("learner/skipped_updates", "updates", "Those skipped because a gradient was not finite.", "0"),
+    ("learner/first_ratio_mean", "ratio", "learner/ratio_mean of the first update alone, whose policy is the version "
+     "before the step.", "near 1"),
+    ("learner/first_ratio_max", "ratio", "learner/ratio_max of the first update.", "< 10"),
+    ("learner/first_clip_low_frac", "fraction", "learner/clip_low_frac of the first update.",
+     "below learner/clip_low_frac"),
+    ("learner/first_clip_high_frac", "fraction", "learner/clip_high_frac of the first update.",
+     "below learner/clip_high_frac"),
+    ("learner/grad_norm", "norm", "Gradient norm before clipping, mean of the step's updates.", "no growth over 10x"),
     ("learner/lr", "1", "Learning rate of the step.", "follows the schedule"),
     ("learner/ratio_mean", "ratio", "Mean importance ratio of tokens: policy over the old policy chosen by "
      "algorithm.correction.objective; per token also where the loss uses sequence ratios.", "0.95 to 1.05"),
@@ -122,6 +132,8 @@ LEARNER: Rows = (
     ("learner/num_sequences", "sequences", "Token sequences of these responses; more than responses where an agent "
      "restarts its context.", "learner/num_samples"),
     ("learner/num_micro_batches", "micro-batches", "Per rank.", "steady"),
+    ("learner/proximal_s", "s", "Forward passes for the log-probs before the first update, of mini-batches that it "
+     "does not visit; only where algorithm.correction.objective needs them.", "below forward"),
     ("learner/reference_s", "s", "Forward passes of the reference or teacher.", "about forward, by its size"),
     ("learner/critic_s", "s", "Forward and backward passes and updates of the critic.", "about forward + backward"),
     ("learner/advantages_s", "s", "Advantages computed on the learner without a critic.", "near 0"),

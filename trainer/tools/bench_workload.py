@@ -176,6 +176,7 @@ _SET_OTHERWISE = {
     **dict.fromkeys(("mode", "mode.name"), "is the MODE of --case MODE:SPLIT"),
     **dict.fromkeys(("learner.num_ranks", "rollout.num_replicas"), "follows from the SPLIT of --case MODE:SPLIT"),
     "rollout.tensor_parallel_size": "is --tp",
+    **dict.fromkeys(("learner.updates_per_batch", "learner.num_mini_batches"), "is 1: figures are of one pass"),
     **dict.fromkeys(("trainer.groups_per_step", "rollout.group_size"), "is the workload's, which the figures rely on"),
     "device": "is --device",
     "run_dir": "is the benchmark's own",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rollout.worker.group_server import MAX_BYTES
-from trainer.config.describe import describe_critic, describe_objective, describe_rollout
+from trainer.config.describe import describe_critic, describe_objective, describe_rollout, describe_updates
 from trainer.config.schema import LoraConfig
 from trainer.driver.models import TEACHER
 from trainer.driver.placement import Node, assign_nodes, check_fits, kind_of, plan_placement, ranks_of
@@ -314,9 +314,10 @@ def dry_run(
         host_bytes=host_bytes,
         node_of=placement.node_of,
     )
+    updates = f"{describe_updates(cfg.learner)}\n" if cfg.learner.num_updates > 1 else ""
     critic = f"{describe_critic(cfg.critic, policy_lr=cfg.learner.lr)}\n" if cfg.algorithm.uses_critic else ""
     sys.stdout.write(
-        f"objective: {describe_objective(cfg.algorithm)}\n{critic}rollout: {describe_rollout(cfg)}\n\n"
+        f"objective: {describe_objective(cfg.algorithm)}\n{updates}{critic}rollout: {describe_rollout(cfg)}\n\n"
         f"{format_plan(plan, cfg, placement=placement.lines)}"
     )
     sys.stdout.flush()

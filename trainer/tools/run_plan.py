@@ -243,11 +243,13 @@ def _learner_flops(
 ) -> float:
     """Operations per token in all passes of policy, reference and critic."""
     recomputes = cfg.learner.activation_checkpointing is True  # all products
-    flops = training_flops(shape, recomputes=recomputes)
+    flops = cfg.learner.updates_per_batch * training_flops(shape, recomputes=recomputes)
     if cfg.algorithm.kl.coef > 0:
         flops += FORWARD * (shape if teacher is None else teacher).num_active_params
     if critic is not None:
-        flops += cfg.critic.updates_per_step * training_flops(critic, recomputes=recomputes)
+        flops += (
+            cfg.learner.updates_per_batch * cfg.critic.updates_per_step * training_flops(critic, recomputes=recomputes)
+        )
     elif cfg.algorithm.uses_critic:  # a shared backbone gives the values before it is trained
         flops += FORWARD * (shape.num_active_params + shape.num_adapter_params)
     return flops

@@ -63,9 +63,9 @@ class ScriptedRank:
         self,
         micro_batches: Sequence[MicroBatch],
         step: int,
+        updates: Sequence[tuple[int, int]],
         version: int,
         group_rewards: Sequence[GroupRewards] | None = None,
-        num_loss_tokens: int = 0,
     ) -> StepResult:
         assert group_rewards is None, "the estimator of the benchmark is finished by the driver"
         self._num_tokens += sum(int(batch.loss_mask.sum()) for batch in micro_batches)

@@ -114,6 +114,9 @@ learner.max_tokens_per_micro_batch=1535 -> learner.max_tokens_per_micro_batch
 learner.max_tokens_per_micro_batch=1536 ->
 learner.num_ranks=257 -> learner.num_ranks
 learner.num_ranks=256 ->
+learner.num_mini_batches=4 learner.num_ranks=64 ->
+learner.num_mini_batches=4 learner.num_ranks=65 -> learner.num_ranks
+learner.num_mini_batches=5 -> learner.num_mini_batches
 learner.min_lr_ratio=0.1 -> learner.min_lr_ratio
 COSINE learner.warmup_steps=60 critic.warmup_steps=30 a.advantage_estimator=gae ->
 COSINE learner.warmup_steps=70 critic.warmup_steps=30 a.advantage_estimator=gae -> learner.warmup_steps
@@ -169,6 +172,10 @@ c.mask.metric=k1 c.mask.lower=-1.0 c.mask.upper=1.0 ->
 c.mask.metric=k3 c.mask.upper=0.1 c.clamp.upper=2.0 ->
 a.loss=reinforce -> a.loss
 a.loss=reinforce SYNC ->
+a.loss=reinforce SYNC learner.updates_per_batch=2 -> a.loss
+a.loss=reinforce SYNC learner.updates_per_batch=2 c.mask.upper=5.0 ->
+a.loss=ppo_clip c.objective=decoupled learner.updates_per_batch=2 ->
+a.loss=gspo c.objective=decoupled learner.num_mini_batches=2 ->
 a.loss=reinforce c.mask.upper=5.0 ->
 a.loss=dro ->
 a.loss=my.loss c.objective=decoupled ->
@@ -194,6 +201,7 @@ a.advantage_estimator=gae IN_REWARD a.kl.estimator=k1 a.mask_truncated=true ->
 a.advantage_estimator=gae critic.updates_per_step=2 critic.value_clip=0.2 critic.warmup_steps=99 ->
 SHARED_HEAD critic.lr=1e-05 critic.path=some/model critic.warmup_steps=5 -> critic.lr critic.path critic.warmup_steps
 SHARED_HEAD critic.value_coef=0.1 a.gae_lambda=0.95 ->
+SHARED_HEAD critic.value_clip=0.2 learner.updates_per_batch=2 ->
 a.kl.apply_to=reward -> a.kl.apply_to
 a.kl.reference_model=some/teacher -> a.kl.reference_model
 learner.reference_cpu_offload=true -> learner.reference_cpu_offload

@@ -151,6 +151,56 @@ def test_a_step_has_the_same_content_on_every_split(
     assert split.balance_frac == pytest.approx(split.num_tokens / num_ranks / slowest if slowest else 1)
 
 
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10**6), num_ranks=st.integers(1, 3), num_mini_batches=st.integers(1, 5))
+def test_mini_batches_are_whole_groups_each_visited_once_per_pass(
+    seed: int, num_ranks: int, num_mini_batches: int
+) -> None:
+    groups = with_noise(random_groups(seed, num_groups=5, group_size=4, max_tokens=30), seed)
+
+    def split(num_ranks: int, step: int = 7) -> TrainBatch:
+        return build_train_batch(
+            groups,
+            step=step,
+            algorithm=AlgorithmConfig(loss_aggregation="token_mean"),
+            num_ranks=num_ranks,
+            max_tokens_per_micro_batch=60,
+            max_response_tokens=100,
+            num_mini_batches=num_mini_batches,
+            updates_per_batch=3,
+            seed=seed,
+        )
+
+    def groups_of(batch: TrainBatch, update: tuple[int, int]) -> frozenset[int]:
+        parts = [micro for rank in batch.micro_batches for micro in rank[slice(*update)]]
+        # What `with_noise` made different in every group.
+        seen = {value for micro in parts for value in micro.behavior_logprobs[micro.loss_mask].tolist()}
+        weights = sum(float(micro.loss_weights.astype(np.float64).sum()) for micro in parts)
+        assert weights == pytest.approx(1), "a token mean of the mini-batch"
+        own = [
+            {v for t in g.trajectories if t.status != "failed" for v in t.logprobs[t.loss_mask].tolist()}
+            for g in groups
+        ]
+        found = {number for number, values in enumerate(own) if values & seen}
+        assert seen == set().union(*(own[number] for number in found)), "whole groups"
+        return frozenset(found)
+
+    batch = split(num_ranks)
+    trained = {number for update in batch.updates for number in groups_of(batch, update)}
+    number = min(num_mini_batches, len(trained))
+    assert len(batch.updates) == 3 * number and len({len(rank) for rank in batch.micro_batches}) == 1
+    visits = [groups_of(batch, update) for update in batch.updates]
+    for start in range(0, len(visits), number):
+        one_pass = visits[start : start + number]
+        assert sorted(group for part in one_pass for group in part) == sorted(trained)
+        assert max(map(len, one_pass)) - min(map(len, one_pass)) <= 1
+    again = split(3)
+    assert [groups_of(again, update) for update in again.updates] == visits, "on any number of ranks"
+    if number == 5:
+        others = [split(1, step) for step in range(8, 12)]
+        assert any([groups_of(one, update) for update in one.updates] != visits for one in others), "drawn per step"
+
+
 def test_packed_sequences_keep_their_boundaries() -> None:
     batch = build(make_group([make_trajectory(0, num_tokens=2), make_trajectory(1, num_tokens=5)]))
     (micro,) = micro_batches(batch)

@@ -54,9 +54,7 @@ def train(learner: PolicyTrainer, num_steps: int, *, first: int = 0) -> None:
 def targets_of(learner: PolicyTrainer, batches: list[MicroBatch], step_rewards: dict[str, Any]) -> list[ValueTargets]:
     assert learner._critic is not None
     rewards = [b.token_rewards.astype(np.float64) for b in batches if b.token_rewards is not None]
-    found = learner._critic.targets(
-        batches, rewards, ValueSums(num_loss_tokens=step_rewards["num_loss_tokens"], clip=None)
-    )
+    found = learner._critic.targets(batches, rewards, ValueSums(clip=None), token_weight=None)
     for optimizer in learner._optimizers.values():
         optimizer.zero_grad()
     return found
@@ -113,7 +111,7 @@ def test_values_advantages_returns_and_gradients_are_those_of_a_plain_model(kind
     np.testing.assert_allclose(one.returns_T[mask], [r for _, returns in slow for r in returns], atol=1e-9)
     got = gradients(learner, [batch], **step_rewards)
     errors = [values_L - torch.tensor(returns) for values_L, (_, returns) in zip(values, slow, strict=True)]
-    (0.5 * torch.cat(errors).square().sum() / step_rewards["num_loss_tokens"]).backward()
+    (0.5 * torch.cat(errors).square().mean()).backward()
     scale = KINDS[kind].get("value_coef", 1.0)
     for name in ("weight", "bias"):
         gradient = getattr(plain, name).grad
@@ -233,6 +231,16 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_of_either(culprit: str,
     assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items())
     learner.train_step([batch], step=5, **step_rewards)
     assert all(torch.isfinite(tensor).all() for tensor in all_weights(learner).values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_without_any_response_moves_neither(kind: str, tiny_dir: Path) -> None:
+    learner = make_learner(config(tiny_dir, critic=KINDS[kind]))
+    train(learner, 2)
+    before = all_weights(learner)
+    result = learner.train_step([filler()], step=2, group_rewards=())
+    assert not result.is_policy_changed
+    assert all(tensor.equal(before[name]) for name, tensor in all_weights(learner).items())
 
 
 def test_later_updates_of_a_step_are_clipped_around_its_first_values(tiny_dir: Path) -> None:

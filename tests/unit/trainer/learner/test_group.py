@@ -133,9 +133,9 @@ async def test_each_rank_gets_its_micro_batches_and_all_rewards_and_results_are_
         for seconds, flops, of_rank in zip((1.0, 2.0), (2.0, 5.0), peaks, strict=True)
     ]
     actors = [HandActor(train_step=result) for result in results]
-    batch = replace(EMPTY, num_loss_tokens=5, group_rewards=())
+    batch = replace(EMPTY, updates=((0, 2), (2, 3)), group_rewards=())
     result = await LearnerGroup(actors, timeout_s=1.0).train_step(batch, version=2)
-    assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, 2, (), 5))]] * 2
+    assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, ((0, 2), (2, 3)), 2, ()))]] * 2
     assert result.seconds == {"step": 2.0}, "of the slowest rank"
     assert (result.model_flops, result.peak_flops) == (7.0, peak), "sums, known only if each is"
 

@@ -166,6 +166,49 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_one_too_many_raises(
     assert all(torch.isfinite(tensor).all() for tensor in weights(learner).values())
 
 
+def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_dir: Path) -> None:
+    good, bad = pack(sequences(3)), pack(sequences(3, seed=1))
+    bad = replace(bad, advantages=np.where(bad.loss_mask, np.inf, 0).astype(np.float32))
+    learner, plain = (make_learner(run_config(tiny_dir, max_skipped_steps=0)) for _ in range(2))
+    result = learner.train_step([good, bad], step=0, updates=[(1, 2), (0, 1), (1, 2), (0, 1)])
+    ratios = [plain.train_step([good], step=0).metrics["ratio_max"].mean for _ in range(2)]
+    assert all(tensor.equal(weights(plain)[name]) for name, tensor in weights(learner).items())
+    found = {name: metric.mean for name, metric in result.metrics.items()}
+    assert (found["skipped_steps"], found["skipped_updates"], found["num_updates"]) == (0, 2, 2)
+    assert result.is_policy_changed and math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])
+    assert found["ratio_max"] == max(ratios)
+    with pytest.raises(TrainingDiverged, match=r"gradient norm of step 1 is .* after 0 skipped steps"):
+        learner.train_step([bad], step=1, updates=[(0, 1), (0, 1)])
+
+
+def test_means_are_over_all_updates_and_the_first_one_is_on_policy(tiny_dir: Path) -> None:
+    learner, batch = make_learner(run_config(tiny_dir, lr=1e-2)), pack(sequences(6))
+    batch = replace(batch, behavior_logprobs=logprobs(learner, batch))
+    result = learner.train_step([batch], step=0, updates=[(0, 1)] * 3)
+    found = {name: metric.mean for name, metric in result.metrics.items()}
+    assert found["first_ratio_mean"] == found["first_ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert found["mismatch/fresh"] == pytest.approx(0, abs=1e-5) and found["first_clip_high_frac"] == 0
+    assert found["ratio_max"] > 1.05 and found["kl_behavior"] > 1e-4
+    assert (found["num_tokens"], found["num_loss_tokens"]) == (len(batch.token_ids), batch.loss_mask.sum())
+    once = make_learner(run_config(tiny_dir)).train_step([batch], step=0)
+    assert result.model_flops == 3 * (once.model_flops or 0.0)
+
+
+@pytest.mark.parametrize("case", ["no response", "all rejected"])
+def test_a_step_in_which_no_token_carries_loss_moves_no_weight(case: str, tiny_dir: Path) -> None:
+    cfg, batch = run_config(tiny_dir, weight_decay=0.5), pack(sequences(3))
+    learner = make_learner(_corrected(cfg, reject=RejectConfig(upper=1e6)))
+    learner.train_step([batch], step=0)  # there are moments that could move the weights
+    before, num_updates = weights(learner), learner._optimizers[""].num_updates
+    far = replace(batch, behavior_logprobs=np.where(batch.loss_mask, -30, 0).astype(np.float32))
+    result = learner.train_step([without_loss() if case == "no response" else far], step=1)
+    assert not result.is_policy_changed and "lr" not in result.metrics
+    assert result.metrics["skipped_steps"].sum == 0, "nothing is wrong with its gradient"
+    assert all(tensor.equal(before[name]) for name, tensor in weights(learner).items())
+    assert learner._optimizers[""].num_updates == num_updates
+    assert learner.train_step([batch], step=2).is_policy_changed
+
+
 def test_malformed_batches_are_refused(tiny_dir: Path) -> None:
     learner, batch = make_learner(run_config(tiny_dir)), pack(sequences(2))
     with pytest.raises(ValueError, match="at least one micro-batch"):

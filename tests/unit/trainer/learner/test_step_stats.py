@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from trainer.learner.step_stats import StepSums, sum_over_ranks
+from trainer.learner.step_stats import UpdateSums, sum_over_ranks
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 MANY_TOKENS = 2**24 + 1
@@ -56,8 +56,8 @@ def test_sums_are_exact_to_the_last_token() -> None:
     assert given.tolist() == [1.5, MANY_TOKENS], "what was given is not the sum"
 
 
-def test_the_sums_of_a_step_leave_the_device_before_they_are_reduced() -> None:
-    sums = StepSums(torch.device("cpu"))
+def test_the_sums_of_an_update_leave_the_device_before_they_are_reduced() -> None:
+    sums = UpdateSums(torch.device("cpu"))
     for index in range(2):
         sums.add({"loss": OnDevice(torch.tensor(0.25)), "ratio_max": OnDevice(torch.tensor(1.0 + index))})
     found = sums.reduce(OnDevice(torch.tensor(9.0)), {"num_tokens": MANY_TOKENS})
