@@ -43,6 +43,7 @@ import zmq
 import zmq.asyncio
 import zmq.utils.z85
 
+from weight_sync import deadlines
 from weight_sync.errors import PublisherLost, StaleEpoch, WeightSyncError
 from weight_sync.messages import (
     Answer,
@@ -65,15 +66,6 @@ MAX_REQUEST_BYTES = 1024 * 1024
 """A receiver that reads run by run names each of its runs; a 70B model has some thousands."""
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 """The answer to a check carries one 64-bit digest per run."""
-HANDSHAKE_S = 5.0
-"""A connection that has not shown its key by then is closed."""
-HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 2.0, 10.0
-"""Connections to hosts that vanished are closed after this time."""
-RESEND_S = 1.0
-PING_S = 1.0
-"""How often a peer that takes long to answer is asked whether it is there."""
-SILENCE_S = 10.0
-"""A control thread answers a ping in well under a millisecond, so a peer that does not is stopped or gone."""
 CHECK_S = 0.05
 """Interval at which a waiting client calls its `check`."""
 SPARE_FILES = 256
@@ -122,7 +114,7 @@ class ControlServer:
         self._router = self._context.socket(zmq.ROUTER)
         _set_up(self._router, host, max_bytes=MAX_REQUEST_BYTES)
         self._router.setsockopt(zmq.BACKLOG, 1024)  # hundreds of workers connect at the same moment
-        self._router.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * HANDSHAKE_S))
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * deadlines.HANDSHAKE_S))
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
         self._router.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._router.setsockopt_string(zmq.ZAP_DOMAIN, "weight_sync")
@@ -249,6 +241,38 @@ class ControlServer:
             self._router.send_multipart([client, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
 
 
+def make_room(num_files: int, *, whom: str) -> None:
+    """Let this process have so many open files more than it has.
+
+    Raises:
+        WeightSyncError: it may not; names `whom` it could not reach.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + num_files + SPARE_FILES  # noqa: PTH208 - names of numbers
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        if hard != resource.RLIM_INFINITY and needed > hard:
+            raise WeightSyncError(
+                f"this process needs {needed} open files to reach {whom} and may have {hard}; raise the hard limit "
+                "(ulimit -Hn) where it is started"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        log.info("this process may now have %d open files instead of %d, for %s", needed, soft, whom)
+
+
+class ClientContext(zmq.Context[zmq.Socket[bytes]]):
+    """Of all clients of a process (`instance`), which have a socket each: libzmq allows 1,023 unless it is asked."""
+
+    _instance = None
+
+    def __init__(self, io_threads: int = 1) -> None:
+        super().__init__(io_threads)
+        self.set(zmq.MAX_SOCKETS, self.get(zmq.SOCKET_LIMIT))
+
+
+CLIENT_FILES = 2
+"""Of a client: its connection, and what wakes its socket."""
+
+
 class Asked(NamedTuple):
     """A question on its way."""
 
@@ -309,7 +333,7 @@ class ControlClient:
         with self._lock:
             try:
                 while (left_s := give_up - self._clock()) > 0:
-                    response = self._receive(asked.request_id, min(RESEND_S, left_s), check)
+                    response = self._receive(asked.request_id, min(deadlines.RESEND_S, left_s), check)
                     if response is not None:
                         return _checked(response, kind, self.endpoint)
                     self._send(asked)
@@ -382,23 +406,6 @@ class Switchboard:
         self._router: Any = None
         self._reading: asyncio.Task[None] | None = None
 
-    def expect(self, num_peers: int) -> None:
-        """Make room for connections to so many peers: each takes a file.
-
-        Raises:
-            WeightSyncError: this process may not open as many files.
-        """
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = len(os.listdir("/proc/self/fd")) + num_peers + SPARE_FILES  # noqa: PTH208 - names of numbers
-        if soft != resource.RLIM_INFINITY and needed > soft:
-            if hard != resource.RLIM_INFINITY and needed > hard:
-                raise WeightSyncError(
-                    f"the driver needs {needed} open files to reach {num_peers} workers and may have {hard}; raise the "
-                    "hard limit (ulimit -Hn) where the driver is started"
-                )
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-            log.info("this process may now have %d open files instead of %d, for %d workers", needed, soft, num_peers)
-
     def dial(self, peer: str, address: PeerAddress) -> Line:
         """Connect to the worker called `peer` at `address`. Call in the event loop."""
         if self._router is None:
@@ -441,7 +448,7 @@ class Switchboard:
                     # Not to be routed: the connection is being made. Full: the worker reads nothing.
                     with contextlib.suppress(zmq.Again, zmq.ZMQError):
                         await self._router.send_multipart([line.routing_id, frame], zmq.NOBLOCK)
-                    await asyncio.wait({answer}, timeout=RESEND_S)
+                    await asyncio.wait({answer}, timeout=deadlines.RESEND_S)
         except TimeoutError as error:
             raise TimeoutError(
                 f"worker {line.peer} at {line.endpoint} did not answer {type(request).__name__} within "
@@ -456,12 +463,12 @@ class Switchboard:
         """As `ask`, for what takes a while: a peer that answers nothing else is pinged meanwhile.
 
         Raises:
-            PeerSilent: it does not answer pings for `SILENCE_S`.
+            PeerSilent: it does not answer pings for `PEER_TIMEOUT_S`.
         """
         asking = asyncio.ensure_future(self.ask(line, request, kind, deadline_s=deadline_s))
         try:
-            while not (await asyncio.wait({asking}, timeout=PING_S))[0]:
-                pinging = asyncio.ensure_future(self.ask(line, Ping(), Pong, deadline_s=SILENCE_S))
+            while not (await asyncio.wait({asking}, timeout=deadlines.PING_S))[0]:
+                pinging = asyncio.ensure_future(self.ask(line, Ping(), Pong, deadline_s=deadlines.PEER_TIMEOUT_S))
                 try:
                     await asyncio.wait({asking, pinging}, return_when=asyncio.FIRST_COMPLETED)
                     if not asking.done() and isinstance(pinging.exception(), TimeoutError):
@@ -513,8 +520,8 @@ def _set_up(socket: Any, host: str, *, max_bytes: int) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     socket.setsockopt(zmq.IPV6, int(":" in host))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * HEARTBEAT_S))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * HEARTBEAT_TIMEOUT_S))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * deadlines.HEARTBEAT_S))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * deadlines.HEARTBEAT_TIMEOUT_S))
 
 
 def _set_up_client(socket: Any, keys: RunKeys, address: PeerAddress) -> None:

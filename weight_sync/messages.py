@@ -217,7 +217,6 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     open: bool
     live_version: int | None
     dirty: bool
-    prefetching: bool
     counters: dict[str, int]
 
 
@@ -341,7 +340,7 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the learner waited for."""
     seal_s: float
     """Digests of the packed bytes, beside training."""
-    lease_s: float
+    pin_s: float
     """From the request for the version until its first byte could be read: mostly the wait for the seal."""
     pull_s: float
     pull_by_source: dict[int, float]

@@ -266,7 +266,7 @@ class World:
 
 def sync_report(version: int, **changes: Any) -> SyncReport:
     values: dict[str, Any] = {
-        "version": version, "pack_s": 0.1, "seal_s": 0.0, "lease_s": 0.0, "pull_s": 0.5, "pull_by_source": {0: 0.5},
+        "version": version, "pack_s": 0.1, "seal_s": 0.0, "pin_s": 0.0, "pull_s": 0.5, "pull_by_source": {0: 0.5},
         "pull_bytes_per_s": 20.0, "drain_s": 0.0, "attest_s": 0.0, "pause_s": 0.1, "commit_s": 0.1, "resume_s": 0.0,
         "end_to_end_s": 0.6, "nbytes": 10, "num_runs": 1, "num_retries": 0, "num_stalls": 0, "version_lag": 0,
         "replicas_live": 1, "replicas_skipped": 0, "counters": {"allocations": 2}, "replicas": {},

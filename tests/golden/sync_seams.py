@@ -33,10 +33,8 @@ from tests.fakes.virtual_time import run_virtual
 from tests.fakes.weight_job import CoordinatorProcess, LearnerProcess, Patience, WeightJob
 from tests.golden.clocks import logged
 from tests.golden.sync_engines import PACKED, Saved
-from weight_sync import channel, errors
+from weight_sync import deadlines, errors
 from weight_sync.bench.__main__ import parser as bench_parser
-from weight_sync.control import coordinator as coordinators
-from weight_sync.control import members
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.select import get_backend
 from weight_sync.errors import DeviceError
@@ -530,9 +528,9 @@ class _Opener:
 
     async def link(self, *_: Any) -> None: ...
 
-    async def part(self, *_: Any) -> None: ...
+    async def unlink(self, *_: Any) -> None: ...
 
-    async def forget(self, *_: Any) -> None: ...
+    async def release(self, *_: Any) -> None: ...
 
     async def on_learners(self, _agreement: Any, request: Any, _kind: type, *, deadline_s: float) -> dict[int, Any]:
         learner, version = self._learner, request.version
@@ -738,10 +736,9 @@ def lost(victim: str, state: str, how: str, *, commit: str = "staged", transport
     number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
     _start_fork_server()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(members, "ANSWER_S", 0.3)
-        patch.setattr(coordinators, "ANSWER_S", 0.3)
-        patch.setattr(channel, "PING_S", 0.1)
-        patch.setattr(members, "WATCH_AFTER_S", 0.1)
+        patch.setattr(deadlines, "ANSWER_S", 0.3)
+        patch.setattr(deadlines, "PING_S", 0.1)
+        patch.setattr(deadlines, "WATCH_AFTER_S", 0.1)
         return asyncio.run(_World(commit, transport).lose(victim, STATES.get(state, state), number))
 
 

@@ -17,8 +17,7 @@ import pytest
 
 from tests.fakes.process_life import wait_until
 from tests.fakes.weight_job import CoordinatorProcess, LearnerProcess, Patience, WeightJob, hurry, opened_job
-from weight_sync import channel
-from weight_sync.control import coordinator, members
+from weight_sync import deadlines
 from weight_sync.errors import WeightSyncError
 
 if TYPE_CHECKING:
@@ -44,10 +43,9 @@ COMMITTING: tuple[State, ...] = (*PULLING, "committing")
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "ANSWER_S", 0.3)
-    monkeypatch.setattr(coordinator, "ANSWER_S", 0.3)
-    monkeypatch.setattr(members, "WATCH_AFTER_S", 0.1)
-    monkeypatch.setattr(channel, "PING_S", 0.1)
+    monkeypatch.setattr(deadlines, "ANSWER_S", 0.3)
+    monkeypatch.setattr(deadlines, "WATCH_AFTER_S", 0.1)
+    monkeypatch.setattr(deadlines, "PING_S", 0.1)
 
 
 class World(WeightJob):

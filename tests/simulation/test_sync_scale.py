@@ -16,7 +16,7 @@ import zmq
 
 from tests.fakes.processes import Child
 from tests.simulation.sync_scale import table
-from weight_sync import channel
+from weight_sync import deadlines
 from weight_sync.channel import ControlClient, ControlServer, Switchboard, make_run_keys
 from weight_sync.messages import (
     Arrived,
@@ -101,7 +101,7 @@ class Host:
     """A process with many parties."""
 
     def __init__(self, keys: bytes, names: Sequence[str], *, are_learners: bool) -> None:
-        channel.RESEND_S = DEADLINE_S
+        deadlines.RESEND_S = DEADLINE_S
         self._keys = decode(keys, RunKeys)
         self._workers = [] if are_learners else [FakeWorker(name, self._keys) for name in names]
         self._learners = [ControlServer(_refuse, self._keys, epoch=EPOCH) for _ in names] if are_learners else []
@@ -132,7 +132,7 @@ def _refuse(sender: str, request: Request) -> Response:
 async def test_a_version_costs_the_driver_one_socket_and_two_messages_per_worker(
     num_workers: int, num_learners: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "RESEND_S", DEADLINE_S)  # a busy machine would repeat itself
+    monkeypatch.setattr(deadlines, "RESEND_S", DEADLINE_S)  # a busy machine would repeat itself
     keys = make_run_keys("scale")
     names = [f"r{replica}/{worker}" for replica in range(num_workers // 8) for worker in range(8)]
     num_hosts = -(-num_workers // 400)

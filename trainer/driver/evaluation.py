@@ -419,7 +419,7 @@ async def pinned_versions(
     if list(workers.engine_states().values()).count("live") > 1:
         await pin()
     try:
-        async with coordinator.lease(name, before_passed=pin) as version:
+        async with coordinator.lease(name, before_skipped=pin) as version:
             yield {name: version}
     finally:
         if is_pinned:

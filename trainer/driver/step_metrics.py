@@ -27,7 +27,7 @@ LENGTH_WINDOW_GROUPS = 256
 """Length bias compares at least this many of the latest groups, rounded up to whole steps: groups of one step are
 generated and trained in different orders."""
 SYNC_FIELDS = (
-    "pack_s", "seal_s", "lease_s", "pull_s", "attest_s", "drain_s", "pause_s", "commit_s", "resume_s", "end_to_end_s",
+    "pack_s", "seal_s", "pin_s", "pull_s", "attest_s", "drain_s", "pause_s", "commit_s", "resume_s", "end_to_end_s",
     "skipped_bytes", "num_runs", "num_retries", "num_stalls", "replicas_live", "replicas_skipped",
 )  # fmt: skip
 """Fields of a SyncReport that are metrics of the same name."""

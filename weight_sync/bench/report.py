@@ -62,7 +62,7 @@ class SyncSample:
         """While bytes came in, and then their digests were taken. Reckoned from when the coordinator asked, so a
         message's way too early."""
         pull = self.pulls[worker]
-        started = self.published + self.report.lease_s
+        started = self.published + self.report.pin_s
         pulled = started + pull.pull_s
         return {"pull": (started, pulled), "attest": (pulled, pulled + pull.attest_s)}
 

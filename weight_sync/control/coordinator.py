@@ -1,6 +1,6 @@
 """The driver's end: publishes a version, brings it to every replica, and lets replicas join and leave.
 
-    open():     describe + bake ─> plan ─> open learners ─> open replicas (prove, map, probe) ─> ready
+    open():     describe + record ─> plan ─> open learners ─> open replicas (prove, map, probe) ─> ready
     publish(v): all learner ranks pack
     sync(v):    pin v at every learner rank; all replicas prefetch beside generation; unpin
                 then, at most half of them at a time:  [freeze lock] pause ─> commit ─> label ─> resume
@@ -21,24 +21,23 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from weight_sync import deadlines
 from weight_sync.control.epoch import (
-    CLOSE_S,
     Agreement,
     EpochOpener,
     SyncOptions,
     close_parties,
     close_replicas,
-    forget,
-    part,
+    release,
+    unlink,
 )
 from weight_sync.control.members import (
-    ANSWER_S,
     Member,
     MemberState,
-    Outcome,
     PublisherHandle,
     ReplicaHandle,
     ReplicaState,
+    ReplicaSync,
     nothing,
 )
 from weight_sync.control.pins import VersionPin
@@ -60,7 +59,7 @@ async def compare_with_learners(
         DigestMismatch: names replica, worker and parameters that differ.
         WeightSyncError: a worker holds another version.
     """
-    answers = await opener.on_publishers("ws_digests", version, timeout_s, timeout_s=timeout_s + ANSWER_S)
+    answers = await opener.on_publishers("ws_digests", version, timeout_s, timeout_s=timeout_s + deadlines.ANSWER_S)
     packed = {d.rank: d.by_worker for d in (decode(answer, PublishedDigests) for answer in answers)}
     for member in members:
         replies = await member.handle.call("ws_digests", timeout_s=timeout_s)
@@ -86,7 +85,7 @@ def _differing_params(plan: PullPlan, live: RunDigests, packed: dict[int, dict[i
 
 def sync_report(
     version: int,
-    by_replica: Mapping[str, Outcome],
+    by_replica: Mapping[str, ReplicaSync],
     *,
     packs: Sequence[PackReport],
     pin: VersionPin,
@@ -103,8 +102,8 @@ def sync_report(
         members: all replicas, as they are after the sync.
         started, pinned, ended: when it began, could be read, and ended, on the coordinator's clock.
     """
-    outcomes = by_replica.values()
-    pulls = [report for outcome in outcomes for report in outcome.reports]
+    synced = by_replica.values()
+    pulls = [report for result in synced for report in result.reports]
     lived = [m.live_version for m in members if m.state.public == "live" and m.live_version is not None]
     ranks = {rank for report in pulls for rank in report.pull_by_source}
     counters: Counter[str] = Counter()
@@ -114,48 +113,45 @@ def sync_report(
         version=version,
         pack_s=max(report.pack_s for report in packs),
         seal_s=pin.seal_s,
-        lease_s=pinned - started,
+        pin_s=pinned - started,
         pull_s=max(report.pull_s for report in pulls),
         pull_by_source={rank: max(report.pull_by_source.get(rank, 0.0) for report in pulls) for rank in sorted(ranks)},
         pull_bytes_per_s=min(((r.nbytes - r.skipped_bytes) / r.pull_s for r in pulls if r.pull_s > 0), default=0.0),
         attest_s=max(report.attest_s for report in pulls),
-        drain_s=max(outcome.drain_s for outcome in outcomes),
-        pause_s=max(outcome.pause_s for outcome in outcomes),
+        drain_s=max(result.drain_s for result in synced),
+        pause_s=max(result.pause_s for result in synced),
         commit_s=max(report.commit_s for report in pulls),
-        resume_s=max(outcome.resume_s for outcome in outcomes),
+        resume_s=max(result.resume_s for result in synced),
         end_to_end_s=ended - started,
         nbytes=sum(report.nbytes for report in pulls),
         skipped_bytes=sum(report.skipped_bytes for report in pulls),
         num_runs=sum(report.num_runs for report in pulls),
         num_stalls=sum(report.num_stalls for report in pulls),
-        num_retries=sum(outcome.num_retries for outcome in outcomes),
+        num_retries=sum(result.num_retries for result in synced),
         version_lag=version - min(lived, default=version),
-        replicas_live=len(outcomes),
-        replicas_skipped=len(members) - len(outcomes),
+        replicas_live=len(synced),
+        replicas_skipped=len(members) - len(synced),
         counters=dict(sorted(counters.items())),
-        replicas={name: replica_times(outcome, started=started) for name, outcome in by_replica.items()},
+        replicas={name: replica_times(result, started=started) for name, result in by_replica.items()},
     )
 
 
-def replica_times(outcome: Outcome, *, started: float) -> ReplicaTimes:
+def replica_times(result: ReplicaSync, *, started: float) -> ReplicaTimes:
     """`started`: when the sync began, on the coordinator's clock. A pull in place begins with the pause."""
-    live_at_s = outcome.live_at - started
-    pull_at_s = outcome.asked_at - started if outcome.is_staged else live_at_s - outcome.pause_s
+    live_at_s = result.live_at - started
+    pull_at_s = result.asked_at - started if result.is_staged else live_at_s - result.pause_s
     return ReplicaTimes(
-        is_staged=outcome.is_staged,
+        is_staged=result.is_staged,
         pull_at_s=pull_at_s,
-        pull_s=max(report.pull_s for report in outcome.reports),
-        attest_s=max(report.attest_s for report in outcome.reports),
+        pull_s=max(report.pull_s for report in result.reports),
+        attest_s=max(report.attest_s for report in result.reports),
         live_at_s=live_at_s,
-        drain_s=outcome.drain_s,
-        pause_s=outcome.pause_s,
+        drain_s=result.drain_s,
+        pause_s=result.pause_s,
     )
 
 
 log = logging.getLogger(__name__)
-
-LINK_S = 10.0
-RETRY_S = 0.05
 
 __all__ = ["PublisherHandle", "ReplicaHandle", "SyncCoordinator", "SyncOptions"]
 
@@ -236,7 +232,7 @@ class SyncCoordinator:
         """
         await self.close()  # an epoch of another coordinator, too: a learner that opens frees its slots, mapped or not
         async with self._membership_lock:
-            give_up = self._clock() + self._options.timeout_s
+            deadline = self._clock() + self._options.timeout_s
             members = list(self._members.values())
             for member in members:
                 member.apply("open")
@@ -244,9 +240,9 @@ class SyncCoordinator:
             self._published.clear()
             agreement = None
             try:
-                agreement = await self._opener.open(members, give_up)
-                await self._opener.connect(agreement, members, give_up)
-                await self._opener.link(agreement, members, give_up)
+                agreement = await self._opener.open(members, deadline)
+                await self._opener.connect(agreement, members, deadline)
+                await self._opener.link(agreement, members, deadline)
             except BaseException:
                 await self._close_parties(agreement)
                 raise
@@ -265,7 +261,9 @@ class SyncCoordinator:
         self._is_packing = True
         try:
             # A rank that finds no free slot is to say so before we stop waiting.
-            answers = await self._opener.on_publishers("ws_publish", version, timeout_s, timeout_s=timeout_s + ANSWER_S)
+            answers = await self._opener.on_publishers(
+                "ws_publish", version, timeout_s, timeout_s=timeout_s + deadlines.ANSWER_S
+            )
             reports = [decode(answer, PackReport) for answer in answers]
             self._published = {version: reports}
         except PullTimeout as error:
@@ -297,21 +295,23 @@ class SyncCoordinator:
             results = await self._bring(members, pin, started + self._options.timeout_s)
             if any(member.state is not ReplicaState.LIVE for member in members):
                 await self._relink()
-        outcomes = {
-            member.name: result for member, result in zip(members, results, strict=True) if isinstance(result, Outcome)
+        synced = {
+            member.name: result
+            for member, result in zip(members, results, strict=True)
+            if isinstance(result, ReplicaSync)
         }
         for member, result in zip(members, results, strict=True):
             if isinstance(result, VersionUnavailable) and member.state is ReplicaState.LIVE:
                 raise result  # it generates from older weights than the others, until it gets the newer version
-        if not outcomes:
+        if not synced:
             raise next(result for result in results if isinstance(result, BaseException))
         now, everyone = self._clock(), self._members.values()
         times = {"started": started, "pinned": min(started if pin.pinned_at is None else pin.pinned_at, now)}
-        return sync_report(version, outcomes, packs=packs, pin=pin, members=everyone, **times, ended=now)
+        return sync_report(version, synced, packs=packs, pin=pin, members=everyone, **times, ended=now)
 
     @asynccontextmanager
     async def _somebody_free(self) -> AsyncIterator[list[Member]]:
-        """Holds the membership, and yields the live replicas that are neither leased nor replaced; passes the rest by.
+        """Holds the membership, and yields the live replicas that are neither leased nor replaced; skips the rest.
 
         Waits: while there is none, without the lock: a newcomer can join meanwhile, and be free.
         Unblocked by: the end of a lease, a newcomer, the loss of the last one.
@@ -326,10 +326,10 @@ class SyncCoordinator:
                     raise ReplicaDirty(f"no live replica is left: {self.members}; restart them and open a new epoch")
                 if self._free():
                     for member in live:
-                        await member.pass_by()
+                        await member.skip()
                     yield self._free()  # a lease may have ended meanwhile
                     return
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(deadlines.LOOK_S)
 
     async def join(self, replica: ReplicaHandle) -> int | None:
         """Let a new replica (or one that was restarted under its old name) into the epoch, with the newest version.
@@ -346,10 +346,10 @@ class SyncCoordinator:
         agreement, member = self._opened(), self._member(replica, self._clock)
         try:
             await self._unlink(replica.name)
-            give_up = self._clock() + self._options.timeout_s
-            await self._opener.check_layout(agreement, member, give_up)
+            deadline = self._clock() + self._options.timeout_s
+            await self._opener.check_layout(agreement, member, deadline)
             self._require_current(agreement, replica.name)
-            await self._opener.connect(agreement, [member], give_up)
+            await self._opener.connect(agreement, [member], deadline)
             # From here a sync waits, or the newcomer would miss it and generate from older weights than the others.
             async with self._membership_lock:
                 self._require_current(agreement, replica.name)
@@ -374,16 +374,16 @@ class SyncCoordinator:
         log.info("%s joined epoch %d with version %s", replica.name, self._opener.epoch, member.live_version)
         return member.live_version
 
-    async def _catch_up(self, member: Member, give_up: float) -> None:
+    async def _catch_up(self, member: Member, deadline: float) -> None:
         """Bring the newest version to a newcomer; a newer one may take its place meanwhile."""
         while self._published and member.live_version != max(self._published):
             version = max(self._published)
-            result = (await self._bring([member], self._pin_of(version), give_up))[0]
-            if isinstance(result, VersionUnavailable) and self._clock() < give_up:
+            result = (await self._bring([member], self._pin_of(version), deadline))[0]
+            if isinstance(result, VersionUnavailable) and self._clock() < deadline:
                 if max(self._published) > version:
                     continue
                 if self._is_packing:  # the newer one that takes its slot is not there yet
-                    await asyncio.sleep(RETRY_S)
+                    await asyncio.sleep(deadlines.LOOK_S)
                     continue
             if isinstance(result, BaseException):
                 raise result
@@ -406,11 +406,11 @@ class SyncCoordinator:
             aside = (ReplicaState.LIVE, ReplicaState.HELD)
             lost = [other for other in self._members.values() if other.state not in aside]
             try:
-                parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
-                await asyncio.gather(self._relink(), parted)
+                unlinked = unlink(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
+                await asyncio.gather(self._relink(), unlinked)
             finally:
                 await close_replicas([member.handle], timeout_s=self._close_timeout_s)
-                await forget(self._opener, self._agreement, name, timeout_s=self._close_timeout_s)
+                await release(self._opener, self._agreement, name, timeout_s=self._close_timeout_s)
 
     async def _unlink(self, name: str) -> None:
         """Nobody reads from a member that is about to be replaced: if it opens anew in the same process, what it has
@@ -422,8 +422,8 @@ class SyncCoordinator:
                     old.apply("replace")
                 # Lost ones too: their processes may live, and map what is about to be freed.
                 lost = [other for other in self._members.values() if other.state.public != "live"]
-                parted = part(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
-                await asyncio.gather(self._relink(self._free()), parted)
+                unlinked = unlink(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
+                await asyncio.gather(self._relink(self._free()), unlinked)
 
     def _free(self) -> list[Member]:
         return [member for member in self._members.values() if member.state is ReplicaState.LIVE]
@@ -440,27 +440,29 @@ class SyncCoordinator:
         was_linked, self._is_linked = self._is_linked, False
         try:
             together = self._free() if members is None else members
-            await self._opener.link(self._opened(), together, self._clock() + LINK_S)
+            await self._opener.link(self._opened(), together, self._clock() + deadlines.LINK_S)
             self._is_linked = is_whole or was_linked
         except (WeightSyncError, TimeoutError) as error:
             log.warning("not every worker learned whom to read from: %s", error)
         if is_whole:
             leased = [member for member in self._members.values() if member.state is ReplicaState.HELD]
-            await part(self._opener, self._agreement, leased, timeout_s=self._close_timeout_s)
+            await unlink(self._opener, self._agreement, leased, timeout_s=self._close_timeout_s)
 
-    async def _bring(self, members: Sequence[Member], pin: VersionPin, give_up: float) -> list[Outcome | BaseException]:
+    async def _bring(
+        self, members: Sequence[Member], pin: VersionPin, deadline: float
+    ) -> list[ReplicaSync | BaseException]:
         """Of each member, how it took the version. If the learners cannot hold it, that is no member's failure."""
-        found: dict[str, Outcome | BaseException] = {m.name: o for m in members if (o := m.outcome_of(pin.version))}
+        found: dict[str, ReplicaSync | BaseException] = {m.name: o for m in members if (o := m.result_of(pin.version))}
         lacking = [member for member in members if member.name not in found]
-        turnstile = asyncio.Semaphore(max(1, len(members) // 2) if self._options.rolling else len(members))
+        commit_slots = asyncio.Semaphore(max(1, len(members) // 2) if self._options.rolling else len(members))
         try:
             for member in lacking:
-                await pin.hold(member.name, give_up - self._clock())
+                await pin.hold(member.name, deadline - self._clock())
         except (WeightSyncError, TimeoutError) as error:
             for member in lacking:
                 pin.release(member.name)
             return [found.get(member.name, error) for member in members]
-        calls = (member.bring(pin, give_up=give_up, turnstile=turnstile) for member in lacking)
+        calls = (member.bring(pin, deadline=deadline, commit_slots=commit_slots) for member in lacking)
         results = await asyncio.gather(*calls, return_exceptions=True)
         found |= {member.name: result for member, result in zip(lacking, results, strict=True)}
         return [found[member.name] for member in members]
@@ -502,47 +504,47 @@ class SyncCoordinator:
 
     @asynccontextmanager
     async def lease(
-        self, replica: str, *, before_passed: Callable[[], Awaitable[None]] = nothing
+        self, replica: str, *, before_skipped: Callable[[], Awaitable[None]] = nothing
     ) -> AsyncIterator[int | None]:
-        """As `freeze`, but syncs pass the replica by while others are live, and wait before they begin while none is.
+        """As `freeze`, but syncs skip the replica while others are live, and wait before they begin while none is.
         Waits for a sync that is under way, which would otherwise wait for the end of the block.
 
         When the block ends in order, the replica gets the newest version; if it cannot take it, it is lost as after a
         failed sync, and nothing is raised.
 
         Args:
-            before_passed: awaited once, before the first sync that passes the replica by.
+            before_skipped: awaited once, before the first sync that skips the replica.
 
         Raises:
             KeyError: no such member.
         """
-        member = await self._begin_lease(replica, before_passed)
+        member = await self._begin_lease(replica, before_skipped)
         try:
             async with member.commit_lock:
                 yield member.live_version
         except (asyncio.CancelledError, GeneratorExit):
-            member.end_lease(before_passed)
+            member.end_lease(before_skipped)
             self._is_linked = False  # the next sync takes it along
             raise
         except BaseException:
-            await self._end_lease(member, before_passed)
+            await self._end_lease(member, before_skipped)
             raise
-        await self._end_lease(member, before_passed)
+        await self._end_lease(member, before_skipped)
 
-    async def _begin_lease(self, replica: str, before_passed: Callable[[], Awaitable[None]]) -> Member:
+    async def _begin_lease(self, replica: str, before_skipped: Callable[[], Awaitable[None]]) -> Member:
         # All under the lock: a sync that waited for it longer takes the replica along, and everybody knows.
         async with self._membership_lock:
             member = self._members[replica]
-            member.begin_lease(before_passed)
+            member.begin_lease(before_skipped)
             try:
                 await self._relink()  # nobody is to read from a replica that gets nothing
             except BaseException:
-                member.end_lease(before_passed)
+                member.end_lease(before_skipped)
                 raise
             return member
 
-    async def _end_lease(self, member: Member, before_passed: Callable[[], Awaitable[None]]) -> None:
-        member.end_lease(before_passed)
+    async def _end_lease(self, member: Member, before_skipped: Callable[[], Awaitable[None]]) -> None:
+        member.end_lease(before_skipped)
         async with self._membership_lock:
             if member.state is not ReplicaState.LIVE:
                 return
@@ -569,7 +571,7 @@ class SyncCoordinator:
 
     @property
     def _close_timeout_s(self) -> float:
-        return min(CLOSE_S, self._options.timeout_s)
+        return min(deadlines.CLOSE_S, self._options.timeout_s)
 
     def _require_current(self, agreement: Agreement, name: str) -> None:
         """

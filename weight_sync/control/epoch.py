@@ -1,8 +1,8 @@
 """Opens and closes an epoch: describe, record, plan, connect, and release.
 
-    describe (learners) + bake (replicas) ─> plan ─> open learners ─> open replicas (prove, map, probe) ─> link
+    describe (learners) + record (replicas) ─> plan ─> open learners ─> open replicas (prove, map, probe) ─> link
 
-A replica that joins later goes through bake, open and link alone; learners and other replicas keep what they have.
+A replica that joins later goes through record, open and link alone; learners and other replicas keep what they have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from weight_sync.channel import PeerSilent, Switchboard, make_run_keys
+from weight_sync import deadlines
+from weight_sync.channel import PeerSilent, Switchboard, make_room, make_run_keys
 from weight_sync.control.members import gather_all
 from weight_sync.errors import PlanMismatch, PublisherLost, PullTimeout, WeightSyncError
 from weight_sync.messages import (
@@ -98,7 +99,7 @@ class EpochOpener:
     def epoch(self) -> int:
         return self._epoch
 
-    async def open(self, members: Sequence[Member], give_up: float) -> Agreement:
+    async def open(self, members: Sequence[Member], deadline: float) -> Agreement:
         """Begin a new epoch: plan, and open the learners. Nobody may map anything of an earlier one.
 
         Raises:
@@ -108,11 +109,11 @@ class EpochOpener:
         self._epoch += 1
         self.hang_up()
         self._lines = Switchboard(self._keys, epoch=self._epoch)
-        params, shards = await self._describe(give_up)
-        baked, layout = await self._bake(params, members, give_up)
+        params, shards = await self._describe(deadline)
+        recorded, layout = await self._record(params, members, deadline)
         first = members[0].name
-        for name, other in baked.items():
-            if other != baked[first]:
+        for name, other in recorded.items():
+            if other != recorded[first]:
                 raise PlanMismatch(f"replicas {first} and {name} split the model differently; start them alike")
 
         def plan() -> SharedPlan:
@@ -122,22 +123,22 @@ class EpochOpener:
             return share(whole)
 
         shared = await asyncio.to_thread(plan)  # seconds for a large model; the loop has other things to do
-        publishers = await self._open_publishers(shared, [shard.rank for shard in shards], give_up)
-        agreement = Agreement(plan=shared, publishers=publishers, layout=baked[first])
+        publishers = await self._open_publishers(shared, [shard.rank for shard in shards], deadline)
+        agreement = Agreement(plan=shared, publishers=publishers, layout=recorded[first])
         self._learners = {info.rank: self._lines.dial(f"learner {info.rank}", info.address) for info in publishers}
-        await self.on_learners(agreement, Ping(), Pong, deadline_s=self.left(give_up))
+        await self.on_learners(agreement, Ping(), Pong, deadline_s=self.left(deadline))
         return agreement
 
-    async def check_layout(self, agreement: Agreement, member: Member, give_up: float) -> None:
+    async def check_layout(self, agreement: Agreement, member: Member, deadline: float) -> None:
         """
         Raises:
             PlanMismatch: a newcomer splits the model differently from the replicas of the epoch.
         """
-        baked, _ = await self._bake(agreement.plan.params, [member], give_up, is_layout_known=True)
-        if baked[member.name] != agreement.layout:
+        recorded, _ = await self._record(agreement.plan.params, [member], deadline, is_layout_known=True)
+        if recorded[member.name] != agreement.layout:
             raise PlanMismatch(f"replica {member.name} splits the model differently from the others; start it alike")
 
-    async def connect(self, agreement: Agreement, members: Sequence[Member], give_up: float) -> None:
+    async def connect(self, agreement: Agreement, members: Sequence[Member], deadline: float) -> None:
         """Open the replicas' workers, and a line to each.
 
         Raises:
@@ -155,16 +156,17 @@ class EpochOpener:
                 commit=options.commit,
                 verify=options.verify,
                 publishers=agreement.publishers,
-                deadline_s=self.left(give_up),
+                deadline_s=self.left(deadline),
                 host=options.host,
                 relay=options.relay != "off",
             )
             return encode(opening)
 
-        replies = await self._on_replicas(members, "ws_open", request, give_up)
+        replies = await self._on_replicas(members, "ws_open", request, deadline)
         if self._lines is None:
             raise WeightSyncError("weight sync is not open; call open first")
-        self._lines.expect(sum(map(len, replies.values())))
+        num_workers = sum(map(len, replies.values()))
+        make_room(num_workers + len(self._publishers), whom=f"{num_workers} workers")
         for member in members:
             parties = enumerate(replies[member.name])
             workers = tuple(open_reply(reply, ReceiverInfo, party=f"{member.name}/{i}") for i, reply in parties)
@@ -172,15 +174,15 @@ class EpochOpener:
                 _check_and_log(info, member.name, plan)
             member.connect(workers, self._lines)
 
-    async def link(self, agreement: Agreement, members: Sequence[Member], give_up: float) -> None:
+    async def link(self, agreement: Agreement, members: Sequence[Member], deadline: float) -> None:
         """Tell every worker in which order, and from whom, to read its sources.
 
         Raises:
             WeightSyncError, TimeoutError: a worker did not take its links.
         """
-        await self._link(agreement, members, give_up, relay=self._options.relay)
+        await self._link(agreement, members, deadline, relay=self._options.relay)
 
-    async def part(self, agreement: Agreement, members: Sequence[Member], within_s: float) -> None:
+    async def unlink(self, agreement: Agreement, members: Sequence[Member], within_s: float) -> None:
         """Let each of `members` read from the learners alone: it unmaps the memory of whom it was linked to.
 
         Raises:
@@ -188,7 +190,9 @@ class EpochOpener:
         """
         await self._link(agreement, members, self._clock() + within_s, relay="off")
 
-    async def _link(self, agreement: Agreement, members: Sequence[Member], give_up: float, *, relay: RelayMode) -> None:
+    async def _link(
+        self, agreement: Agreement, members: Sequence[Member], deadline: float, *, relay: RelayMode
+    ) -> None:
         workers = {member.name: member.workers for member in members}
         # Thousands of workers take a while; the loop has other things to do.
         requests = await asyncio.to_thread(_link_requests, agreement, workers, relay)
@@ -198,7 +202,7 @@ class EpochOpener:
             log.info("replicas hand versions on: %d of %d workers are read by others", num_readable, num_workers)
 
         async def tell(member: Member, index: int, request: LinkRequest) -> None:
-            await member.ask(index, request, Linked, deadline_s=self.left(give_up))
+            await member.ask(index, request, Linked, deadline_s=self.left(deadline))
 
         await gather_all(tell(m, index, request) for m in members for index, request in enumerate(requests[m.name]))
 
@@ -223,7 +227,7 @@ class EpochOpener:
         except TimeoutError as error:
             raise PullTimeout(str(error)) from error
 
-    async def forget(self, agreement: Agreement, replica: str, within_s: float) -> None:
+    async def release(self, agreement: Agreement, replica: str, within_s: float) -> None:
         """Let every learner free what it keeps for a replica that left.
 
         Raises:
@@ -242,28 +246,33 @@ class EpochOpener:
         calls = (publisher.call(method, *args, timeout_s=timeout_s) for publisher in self._publishers)
         return list(await gather_all(calls))
 
-    def left(self, give_up: float) -> float:
+    def left(self, deadline: float) -> float:
         """
         Raises:
             PullTimeout: nothing.
         """
-        left_s = give_up - self._clock()
+        left_s = deadline - self._clock()
         if left_s <= 0:
             raise PullTimeout(f"weight sync took longer than weight_sync.timeout_s = {self._options.timeout_s}")
         return left_s
 
-    async def _describe(self, give_up: float) -> tuple[tuple[ParamMeta, ...], list[RankShards]]:
-        answers = await self.on_publishers("ws_describe", timeout_s=self.left(give_up))
+    async def _describe(self, deadline: float) -> tuple[tuple[ParamMeta, ...], list[RankShards]]:
+        answers = await self.on_publishers("ws_describe", timeout_s=self.left(deadline))
         return await asyncio.to_thread(_learner_layout, answers)
 
-    async def _bake(
-        self, params: tuple[ParamMeta, ...], members: Sequence[Member], give_up: float, *, is_layout_known: bool = False
+    async def _record(
+        self,
+        params: tuple[ParamMeta, ...],
+        members: Sequence[Member],
+        deadline: float,
+        *,
+        is_layout_known: bool = False,
     ) -> tuple[dict[str, tuple[bytes, ...]], tuple[WorkerLayout, ...]]:
         """Digests of each replica's layout; and, unless that is known, the layout of the first replica: those of the
         others are to be the same, and there may be hundreds of megabytes of them."""
         told = None if is_layout_known else members[0].name
         requests = {is_whole: encode(RecordRequest(params=params, is_whole=is_whole)) for is_whole in (True, False)}
-        replies = await self._on_replicas(members, "ws_record", lambda name: requests[name == told], give_up)
+        replies = await self._on_replicas(members, "ws_record", lambda name: requests[name == told], deadline)
 
         def read() -> dict[str, list[RecordedLayout]]:
             return {
@@ -271,14 +280,14 @@ class EpochOpener:
                 for name, answers in replies.items()
             }
 
-        baked = await asyncio.to_thread(read)
-        layout = tuple(worker.layout for worker in baked.get(told or "", ()) if worker.layout is not None)
+        recorded = await asyncio.to_thread(read)
+        layout = tuple(worker.layout for worker in recorded.get(told or "", ()) if worker.layout is not None)
         for line in dict.fromkeys(line for worker in layout for line in worker.decisions):
             log.debug("modules of the engines: %s", line)
-        return {name: tuple(worker.digest for worker in workers) for name, workers in baked.items()}, layout
+        return {name: tuple(worker.digest for worker in workers) for name, workers in recorded.items()}, layout
 
     async def _open_publishers(
-        self, plan: SharedPlan, ranks: Sequence[int], give_up: float
+        self, plan: SharedPlan, ranks: Sequence[int], deadline: float
     ) -> tuple[PublisherInfo, ...]:
         """`ranks` are those of the publishers."""
 
@@ -294,7 +303,7 @@ class EpochOpener:
             )
             return encode(opening)
 
-        left_s = self.left(give_up)
+        left_s = self.left(deadline)
         calls = (
             publisher.call("ws_open", request(plan.for_learner[rank]), timeout_s=left_s)
             for publisher, rank in zip(self._publishers, ranks, strict=True)
@@ -302,9 +311,9 @@ class EpochOpener:
         return tuple(decode(answer, PublisherInfo) for answer in await gather_all(calls))
 
     async def _on_replicas(
-        self, members: Sequence[Member], method: str, request: Callable[[str], bytes], give_up: float
+        self, members: Sequence[Member], method: str, request: Callable[[str], bytes], deadline: float
     ) -> dict[str, list[Any]]:
-        left_s = self.left(give_up)
+        left_s = self.left(deadline)
         calls = (member.handle.call(method, request(member.name), timeout_s=left_s) for member in members)
         return {member.name: reply for member, reply in zip(members, await gather_all(calls), strict=True)}
 
@@ -391,10 +400,6 @@ def _size(nbytes: int) -> str:
 _HANDLE_FIRST_S = 0.05
 """A handle that keeps its own limit has the first word: it knows what to make of a party that is silent."""
 
-CLOSE_S = 10.0
-PART_S = 2.0
-"""Control threads answer at once, and unmapping takes milliseconds."""
-
 
 async def close_parties(
     opener: EpochOpener,
@@ -407,30 +412,35 @@ async def close_parties(
     """Close everyone, all steps together within `timeout_s`. `agreement` is what they were linked by, None if they were
     not. Raises nothing of theirs."""
     now = asyncio.get_running_loop().time
-    give_up = now() + timeout_s
-    least_s = min(PART_S, timeout_s / 3)  # of each step, whoever hangs in another
+    deadline = now() + timeout_s
+    least_s = min(deadlines.UNLINK_S, timeout_s / 3)  # of each step, whoever hangs in another
     if len(members) > 1:
-        await part(opener, agreement, members, timeout_s=least_s)
+        await unlink(opener, agreement, members, timeout_s=least_s)
     for member in members:
         member.disconnect()
     opener.hang_up()
     replicas = [member.handle for member in members]
-    await close_replicas(replicas, timeout_s=max(least_s, give_up - now() - least_s))
-    await _quietly((_close_learner(one, max(least_s, give_up - now())) for one in publishers), "did not close")
+    await close_replicas(replicas, timeout_s=max(least_s, deadline - now() - least_s))
+    await _quietly((_close_learner(one, max(least_s, deadline - now())) for one in publishers), "did not close")
 
 
-async def part(
+async def unlink(
     opener: EpochOpener, agreement: Agreement | None, members: Sequence[Member], *, timeout_s: float
 ) -> None:
     """Let none of `members` read from another replica. Raises nothing of theirs."""
     if agreement is not None:
-        await _quietly([opener.part(agreement, members, min(PART_S, timeout_s))], "did not unmap what it read from")
+        await _quietly(
+            [opener.unlink(agreement, members, min(deadlines.UNLINK_S, timeout_s))], "did not unmap what it read from"
+        )
 
 
-async def forget(opener: EpochOpener, agreement: Agreement | None, replica: str, *, timeout_s: float) -> None:
+async def release(opener: EpochOpener, agreement: Agreement | None, replica: str, *, timeout_s: float) -> None:
     """Let the learners free what they keep for a replica that left. Raises nothing of theirs."""
     if agreement is not None:
-        await _quietly([opener.forget(agreement, replica, min(PART_S, timeout_s))], f"did not hear that {replica} left")
+        await _quietly(
+            [opener.release(agreement, replica, min(deadlines.UNLINK_S, timeout_s))],
+            f"did not hear that {replica} left",
+        )
 
 
 async def close_replicas(replicas: Iterable[ReplicaHandle], *, timeout_s: float) -> None:

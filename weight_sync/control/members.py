@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from weight_sync import deadlines
 from weight_sync.errors import PullTimeout, ReplicaDirty, VersionUnavailable, WeightSyncError
 from weight_sync.messages import (
     Arrived,
@@ -30,11 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WATCH_AFTER_S = 1.0
-"""The host of a replica that has not brought its version by then is asked whether the engine lives."""
 ATTEMPTS = 2
-ANSWER_S = 5.0
-"""A worker bounds its own time; its host gets this much longer before we stop waiting for the answer."""
 R = TypeVar("R")
 
 
@@ -63,7 +60,7 @@ JOINING, LIVE, HELD, REPLACING, DIRTY, DEAD, LEFT = ReplicaState
 TRANSITIONS = {
     **{(state, "open"): LIVE for state in ReplicaState if state is not LEFT},
     (LIVE, "hold"): HELD,
-    (HELD, "let go"): LIVE,
+    (HELD, "release"): LIVE,
     (LIVE, "replace"): REPLACING,
     (HELD, "replace"): REPLACING,
     (REPLACING, "replace"): REPLACING,
@@ -105,7 +102,7 @@ class ReplicaHandle(Protocol):
         ...
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class ReplicaSync(msgspec.Struct, kw_only=True):
     """What one sync did to one replica."""
 
     reports: list[PullReport]
@@ -136,11 +133,11 @@ class Member:
         """To each worker's control thread; made when the epoch opens, like `workers`."""
         self.commit_lock = asyncio.Lock()
         self.num_leases = 0
-        """Blocks for which it keeps its version while syncs pass it by."""
-        self.before_passed: list[Callable[[], Awaitable[None]]] = []
+        """Blocks for which it keeps its version while syncs skip it."""
+        self.before_skipped: list[Callable[[], Awaitable[None]]] = []
         """Of those blocks that no sync has passed yet."""
         self._clock = clock
-        self._last: Outcome | None = None
+        self._last: ReplicaSync | None = None
         """Of the version that is live."""
 
     @property
@@ -171,10 +168,10 @@ class Member:
             raise WeightSyncError(f"{self.name} is not connected; it must join the epoch first")
         return await self._switchboard.ask_patiently(self._lines[index], request, kind, deadline_s=deadline_s)
 
-    async def pass_by(self) -> None:
-        """Say that a sync passes it by, to each lease once. Nothing to say without a lease."""
-        while self.before_passed:
-            await self.before_passed.pop()()
+    async def skip(self) -> None:
+        """Say that a sync skips it, to each lease once. Nothing to say without a lease."""
+        while self.before_skipped:
+            await self.before_skipped.pop()()
 
     def apply(self, event: str) -> None:
         """The only writer of `state`. One that becomes live while it is leased is held. Tells `on_change`."""
@@ -184,25 +181,25 @@ class Member:
         self.state = HELD if after is LIVE and self.num_leases else after
         self._on_change()
 
-    def begin_lease(self, before_passed: Callable[[], Awaitable[None]]) -> None:
+    def begin_lease(self, before_skipped: Callable[[], Awaitable[None]]) -> None:
         self.num_leases += 1
-        self.before_passed.append(before_passed)
+        self.before_skipped.append(before_skipped)
         if self.state is LIVE:
             self.apply("hold")
 
-    def end_lease(self, before_passed: Callable[[], Awaitable[None]]) -> None:
+    def end_lease(self, before_skipped: Callable[[], Awaitable[None]]) -> None:
         self.num_leases -= 1
-        if before_passed in self.before_passed:
-            self.before_passed.remove(before_passed)
+        if before_skipped in self.before_skipped:
+            self.before_skipped.remove(before_skipped)
         if self.state is HELD:
-            self.apply("let go")
+            self.apply("release")
 
-    def outcome_of(self, version: int) -> Outcome | None:
+    def result_of(self, version: int) -> ReplicaSync | None:
         """How this version went live, or a newer one, which came while this one waited; None if neither did."""
         has_it = self.live_version is not None and self.live_version >= version
         return self._last if has_it else None
 
-    async def bring(self, pin: VersionPin, *, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
+    async def bring(self, pin: VersionPin, *, deadline: float, commit_slots: asyncio.Semaphore) -> ReplicaSync:
         """Consumes: a version that is pinned for this replica; releases it.
         Waits for: the pull, the freeze lock, its turn to pause.
         Unblocked by: the deadline, of which a first attempt gets half; the end of a freeze.
@@ -212,17 +209,17 @@ class Member:
             WeightSyncError, TimeoutError: the replica did not take the version and is marked dead or dirty.
         """
         try:
-            return await self._bring(pin, give_up, turnstile)
+            return await self._bring(pin, deadline, commit_slots)
         finally:
             pin.release(self.name)
 
-    async def _bring(self, pin: VersionPin, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
+    async def _bring(self, pin: VersionPin, deadline: float, commit_slots: asyncio.Semaphore) -> ReplicaSync:
         version = pin.version
         error: Exception = WeightSyncError("not tried")
         is_dirty = False
         for attempt in range(ATTEMPTS):
             try:
-                outcome = await self._prefetch_and_commit(pin, self._attempt_deadline(attempt, give_up), turnstile)
+                result = await self._prefetch_and_commit(pin, self._attempt_deadline(attempt, deadline), commit_slots)
             except VersionUnavailable:
                 if is_dirty:
                     self.apply("mix")
@@ -232,37 +229,39 @@ class Member:
                 log.warning(
                     "%s did not take version %d (attempt %d): %s", self.handle.name, version, attempt + 1, error
                 )
-                if self._clock() >= give_up:
+                if self._clock() >= deadline:
                     break
             except Exception as failure:  # noqa: BLE001 - the edge of one replica
                 error = WeightSyncError(f"{self.handle.name} failed: {type(failure).__name__}: {failure}")
                 break
             else:
                 self.live_version = version
-                outcome.num_retries += attempt
-                self._last = outcome
-                return outcome
+                result.num_retries += attempt
+                self._last = result
+                return result
         self.apply("mix" if is_dirty else "lose")
         log.error("%s is %s and left out until it joins again: %s", self.handle.name, self.state.value, error)
         raise error
 
-    async def _prefetch_and_commit(self, pin: VersionPin, give_up: float, turnstile: asyncio.Semaphore) -> Outcome:
+    async def _prefetch_and_commit(
+        self, pin: VersionPin, deadline: float, commit_slots: asyncio.Semaphore
+    ) -> ReplicaSync:
         name, handle, version = self.handle.name, self.handle, pin.version
         is_staged = all(info.commit == "staged" for info in self.workers)
-        await pin.hold(name, self._left(version, give_up))
+        await pin.hold(name, self._left(version, deadline))
         asked_at = self._clock()
-        await self._prefetch(pin, give_up)
+        await self._prefetch(pin, deadline)
         waiting_since = self._clock()
         if self.commit_lock.locked():
             pin.release(name)  # it is frozen: the learner does not wait for an evaluation
-        async with self.commit_lock, turnstile:
+        async with self.commit_lock, commit_slots:
             # Waiting for an evaluation to end is nobody's failure, so it does not shorten the time to commit.
-            left_s = give_up - waiting_since
+            left_s = deadline - waiting_since
             if left_s <= 0:
                 raise PullTimeout(f"{name}: no time is left to commit version {version}")
             if not is_staged:
                 await pin.hold(name, left_s)
-            result = await handle.commit(version, "ws_commit", version, left_s, timeout_s=left_s + ANSWER_S)
+            result = await handle.commit(version, "ws_commit", version, left_s, timeout_s=left_s + deadlines.ANSWER_S)
             live_at = self._clock()
         try:
             reports = [open_reply(reply, PullReport, party=f"{name}/{i}") for i, reply in enumerate(result.results)]
@@ -272,7 +271,7 @@ class Member:
                     f"{name} failed in the middle of a commit: {type(error).__name__}: {error}"
                 ) from error
             raise
-        return Outcome(
+        return ReplicaSync(
             reports=reports,
             pause_s=result.pause_s,
             drain_s=result.drain_s,
@@ -283,19 +282,19 @@ class Member:
             num_retries=sum(report.num_retries for report in reports),
         )
 
-    async def _prefetch(self, pin: VersionPin, give_up: float) -> None:
+    async def _prefetch(self, pin: VersionPin, deadline: float) -> None:
         """Until the version is at every worker. Consumes: their replies. Waits for: the pulls, over the workers' own
         control lines, which do not wait for a turn of the engine's loop. Unblocked by: the deadline; a worker that
         does not answer pings; an engine that its host knows to be dead. A busy engine is none of these."""
         if not self.workers:
             raise WeightSyncError(f"{self.name} is not connected; it must join the epoch first")
-        left_s = self._left(pin.version, give_up)
+        left_s = self._left(pin.version, deadline)
         request = PrefetchRequest(version=pin.version, slots=pin.slots, deadline_s=left_s)
         indices = range(len(self.workers))
         arriving = {asyncio.ensure_future(self.ask(i, request, Arrived, deadline_s=left_s)) for i in indices}
         pending: set[asyncio.Future[Any]] = {*arriving}
         watching: set[asyncio.Future[Any]] = set()
-        timeout_s: float | None = WATCH_AFTER_S
+        timeout_s: float | None = deadlines.WATCH_AFTER_S
         try:
             while pending:
                 done, _ = await asyncio.wait(pending | watching, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -305,19 +304,19 @@ class Member:
                 if pending and timeout_s is not None:
                     timeout_s = None
                     # The host knows a dead engine. A busy one answers late, which is no failure: it has all the time.
-                    asking = self.handle.call("ws_status", timeout_s=left_s + ANSWER_S)
+                    asking = self.handle.call("ws_status", timeout_s=left_s + deadlines.ANSWER_S)
                     watching.add(asyncio.ensure_future(asking))
         except WeightSyncError as error:
             raise type(error)(f"{self.handle.name}: {error}") from error
         finally:
             await _cancelled([*arriving, *watching])
 
-    def _attempt_deadline(self, attempt: int, give_up: float) -> float:
+    def _attempt_deadline(self, attempt: int, deadline: float) -> float:
         now = self._clock()
-        return give_up if attempt == ATTEMPTS - 1 else now + (give_up - now) / 2
+        return deadline if attempt == ATTEMPTS - 1 else now + (deadline - now) / 2
 
-    def _left(self, version: int, give_up: float) -> float:
-        left_s = give_up - self._clock()
+    def _left(self, version: int, deadline: float) -> float:
+        left_s = deadline - self._clock()
         if left_s <= 0:
             raise PullTimeout(f"{self.handle.name}: version {version} did not arrive within its deadline")
         return left_s
@@ -327,7 +326,7 @@ async def _cancelled(tasks: list[asyncio.Future[Any]]) -> None:
     """Cancel, and wait until they have ended; not for a host's call that ignores it."""
     for task in tasks:
         task.cancel()
-    done, _ = await asyncio.wait(tasks, timeout=ANSWER_S)
+    done, _ = await asyncio.wait(tasks, timeout=deadlines.ANSWER_S)
     for task in done:
         if not task.cancelled():
             task.exception()  # looked at, or asyncio reports it as lost

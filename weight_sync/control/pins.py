@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+from weight_sync import deadlines
 from weight_sync.errors import WeightSyncError
 from weight_sync.messages import Ok, Pin, Pinned, SlotAt, Unpin
 
@@ -13,12 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 log = logging.getLogger(__name__)
-
-PIN_TTL_S = 30.0
-"""A learner keeps a version for so long after its coordinator died."""
-RENEW_S = 10.0
-UNPIN_S = 2.0
-"""A learner answers at once; one that does not lets the pin run out."""
 
 
 class VersionPin:
@@ -85,7 +80,7 @@ class VersionPin:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pin(self, deadline_s: float) -> None:
-        request = Pin(version=self.version, ttl_s=PIN_TTL_S)
+        request = Pin(version=self.version, ttl_s=deadlines.PIN_TTL_S)
         pinned = await self._ask(request, Pinned, deadline_s=deadline_s)
         self.slots = tuple(SlotAt(rank, at.slot, at.generation) for rank, at in pinned.items())
         self.seal_s = max((at.seal_s for at in pinned.values()), default=0.0)
@@ -94,9 +89,9 @@ class VersionPin:
         """Consumes: nothing. Waits for: the next renewal. Unblocked by: cancellation, once nobody holds the pin. A
         reader whose pin ran out finds that itself, after its last byte."""
         while True:
-            await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(deadlines.RENEW_S)
             try:
-                await self._pin(RENEW_S)
+                await self._pin(deadlines.RENEW_S)
             except (WeightSyncError, TimeoutError) as error:
                 log.warning("the pin of version %d could not be renewed: %s", self.version, error)
 
@@ -108,6 +103,6 @@ class VersionPin:
             if renewing is not None:
                 renewing.cancel()
             try:
-                await self._ask(Unpin(version=self.version), Ok, deadline_s=UNPIN_S)
+                await self._ask(Unpin(version=self.version), Ok, deadline_s=deadlines.UNPIN_S)
             except (WeightSyncError, TimeoutError) as error:
                 log.debug("version %d was not unpinned, its pin runs out: %s", self.version, error)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from weight_sync import deadlines
 from weight_sync.channel import ControlServer
 from weight_sync.device.digest import digest_bytes
 from weight_sync.device.fused import BatchDigest
@@ -142,10 +143,6 @@ class Sealer:
             self._table.abort(slot, why)
             raise WeightSyncError(why) from error
         self._table.seal(slot, digests=digests, seal_s=self._clock() - started)
-
-
-MAX_PIN_S = 60.0
-"""A pin whose owner died must end soon; the coordinator renews it as long as it lives."""
 
 
 class Segments(NamedTuple):
@@ -386,8 +383,8 @@ def _handle(epoch: Epoch, sender: str, request: Request) -> Response | Future[An
     table = epoch.table
     match request:
         case Pin():
-            if not 0 < request.ttl_s <= MAX_PIN_S:
-                raise ValueError(f"ttl_s must be in (0, {MAX_PIN_S}], got {request.ttl_s}")
+            if not 0 < request.ttl_s <= deadlines.MAX_PIN_S:
+                raise ValueError(f"ttl_s must be in (0, {deadlines.MAX_PIN_S}], got {request.ttl_s}")
             return table.pin(request.version, request.ttl_s)
         case Unpin():
             table.unpin(request.version)

@@ -18,15 +18,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from weight_sync import deadlines
 from weight_sync.errors import PullTimeout, VersionUnavailable
 from weight_sync.messages import Pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-WAIT_SLICE_S = 0.05
-"""Pins also end by the clock, which wakes nobody: a waiting publisher looks again after this long."""
 
 
 class SlotState(Enum):
@@ -102,7 +99,8 @@ class SlotTable:
                         f"no free slot for version {version} within {deadline_s:.1f} s: {self._readers()}; raise "
                         "weight_sync.num_slots or look why the engines are slow"
                     )
-                self._changed.wait(min(WAIT_SLICE_S, left_s))
+                # Pins also end by the clock, which wakes nobody.
+                self._changed.wait(min(deadlines.LOOK_S, left_s))
         return index
 
     def try_begin(self, version: int) -> int | None:

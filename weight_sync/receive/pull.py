@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from weight_sync import deadlines
 from weight_sync.errors import DigestMismatch, PlanMismatch, PublisherLost, PullTimeout, SlotOverwritten
 from weight_sync.messages import Check, Checked, SlotAt
 from weight_sync.receive.staging import parts_in
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
     from weight_sync.transports.select import SelectedReader
 
 
-PEER_TIMEOUT_S = 10.0
-"""Publishers answer from a thread of their own, immediately; one that is silent for this long is lost."""
-GRACE_S = 0.2
-"""For a question at the end of a deadline, or after a failure."""
 ASKED_AT_ONCE = 16
 """Sources that are asked, or connected and probed, at a time."""
 READ_AT_ONCE = {**dict.fromkeys(mapped.MAPPED, 4), pair.HOST: 2}
@@ -286,11 +283,11 @@ class VersionPull:
             PullTimeout: none either, and there was less time than that.
         """
         at = self.slots[rank]
-        patience_s = min(PEER_TIMEOUT_S, max(self.deadline.at - self.context.clock(), GRACE_S))
+        patience_s = min(deadlines.PEER_TIMEOUT_S, max(self.deadline.at - self.context.clock(), deadlines.GRACE_S))
         try:
             checked = self.sources[rank].client.finish(asked, Checked, deadline_s=patience_s, check=self._check)
         except PublisherLost as error:
-            if patience_s >= PEER_TIMEOUT_S:
+            if patience_s >= deadlines.PEER_TIMEOUT_S:
                 raise
             raise PullTimeout(
                 f"{self.owner}: only {patience_s:.1f} s were left to ask learner {rank}, which says nothing about "

@@ -312,7 +312,6 @@ class WeightReceiver:
             open=self._epoch is not None,
             live_version=self.live_version,
             dirty=self._is_dirty,
-            prefetching=self.state is PULLING,
             counters=self.counters() if self._epoch is not None else {},
         )
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from weight_sync import deadlines
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.device.process import require_alive
 from weight_sync.errors import (
@@ -58,8 +59,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-CLOSE_S = 5.0
 
 
 class Patience(NamedTuple):
@@ -275,7 +274,7 @@ class Relay:
         self.invalidate("has closed its epoch")
         with ExitStack() as closing:
             if self._senders is not None:
-                closing.callback(self._senders.close, join_s=CLOSE_S)
+                closing.callback(self._senders.close, join_s=deadlines.SENDERS_CLOSE_S)
             closing.callback(self._hang_up)
 
     def _reader(self, index: int) -> RelayReader:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import zmq
 
-from weight_sync.channel import ControlClient
+from weight_sync import deadlines
+from weight_sync.channel import CLIENT_FILES, ClientContext, ControlClient, make_room
 from weight_sync.device.fused import BatchCopy, BatchDigest
 from weight_sync.errors import PlanMismatch, PullTimeout, TransportUnusable
 from weight_sync.node import node_id, reachable_host
 from weight_sync.plan.agreement import open_pull
-from weight_sync.receive.pull import ASKED_AT_ONCE, GRACE_S, PEER_TIMEOUT_S, Deadline, Source, VersionPull
+from weight_sync.receive.pull import ASKED_AT_ONCE, Deadline, Source, VersionPull
 from weight_sync.receive.relay import Relay
 from weight_sync.receive.staging import ParameterAddresses, UnchangedRuns, build_targets, parameter_bytes
 from weight_sync.transports.base import Piece
@@ -144,7 +144,7 @@ class ReceiverEpoch:
 
         def ping(source: Source) -> None:
             left_s = deadline.at - self._context.clock()
-            source.client.ping(deadline_s=min(PEER_TIMEOUT_S, max(left_s, GRACE_S)))
+            source.client.ping(deadline_s=min(deadlines.PEER_TIMEOUT_S, max(left_s, deadlines.GRACE_S)))
 
         # Not the same learner for all workers.
         turn = zlib.crc32(self._owner.encode())
@@ -256,6 +256,8 @@ class ReceiverEpoch:
 
     def _dial_sources(self) -> dict[int, Source]:
         infos, node = {info.rank: info for info in self._request.publishers}, node_id()
+        num_learners = len(self.targets.pieces)
+        make_room(CLIENT_FILES * num_learners, whom=f"{num_learners} learners")
         known: dict[object, NodeTransport] = {}
         sources: dict[int, Source] = {}
         for rank in sorted(self.targets.pieces):
@@ -278,7 +280,7 @@ class ReceiverEpoch:
 
     def _dial(self, address: PeerAddress) -> ControlClient:
         return ControlClient(
-            zmq.Context.instance(),
+            ClientContext.instance(),
             address,
             self._request.keys,
             epoch=self._request.epoch,

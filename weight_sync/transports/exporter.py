@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weight_sync import deadlines
 from weight_sync.errors import TransportUnusable
 from weight_sync.transports import pair
 from weight_sync.transports.mapped import DEVICE, HOST, MAPPED
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 TRANSPORTS = (DEVICE, *pair.DEVICE, HOST, pair.HOST)
 """Fastest first."""
-CLOSE_S = 5.0
 
 
 def offered(transport: str, backend: Backend) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ class SlotExporter:
         Receivers must have unmapped them: what they read afterwards is undefined, and some drivers refuse to free.
         """
         try:
-            self._senders.close(join_s=CLOSE_S)
+            self._senders.close(join_s=deadlines.SENDERS_CLOSE_S)
         finally:
             self._slots.close()
 

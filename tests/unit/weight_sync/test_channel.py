@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,8 +24,18 @@ import zmq
 
 from tests.fakes.row_shards import row_shards
 from tests.fakes.sync_world import PARAMS, FusedModel, LocalPublisher, LocalReplica, full_weights, record_layout
-from weight_sync import channel
-from weight_sync.channel import MAX_REQUEST_BYTES, ControlClient, ControlServer, Switchboard, make_run_keys
+from weight_sync import channel, deadlines
+from weight_sync.channel import (
+    CLIENT_FILES,
+    MAX_REQUEST_BYTES,
+    SPARE_FILES,
+    ClientContext,
+    ControlClient,
+    ControlServer,
+    Switchboard,
+    make_room,
+    make_run_keys,
+)
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PlanMismatch, PublisherLost, StaleEpoch, VersionUnavailable, WeightSyncError
 from weight_sync.messages import (
@@ -53,7 +64,6 @@ from weight_sync.plan.planner import build_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 KEYS = make_run_keys("run")
 OTHER_RUN = make_run_keys("other")
@@ -150,7 +160,7 @@ def test_a_refusal_keeps_its_type_and_message(context: zmq.Context, server: Cont
 def test_a_ping_is_answered_while_another_request_waits(
     context: zmq.Context, server: ControlServer, desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "RESEND_S", 0.05)
+    monkeypatch.setattr(deadlines, "RESEND_S", 0.05)
     waiting, other = client_of(context, server.address), client_of(context, server.address, sender="r0/1")
     found: list[Arrived] = []
     thread = threading.Thread(target=lambda: found.append(waiting.ask(PREFETCH, Arrived, deadline_s=ANSWER_S)))
@@ -372,7 +382,7 @@ def test_a_stranger_who_never_stops_sending_costs_no_memory(
 
 
 def test_half_handshakes_are_closed(context: zmq.Context, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(deadlines, "HANDSHAKE_S", 0.2)
     server = ControlServer(desk, KEYS, epoch=EPOCH)
     with connect(server) as line:
         line.sendall(CURVE_GREETING[:20])
@@ -614,15 +624,27 @@ async def test_the_secret_key_is_in_no_log_representation_or_error(
     assert not [spelling for text in texts for spelling in spellings if spelling in text]
 
 
-async def test_a_driver_that_may_open_too_few_files_raises_its_limit_or_says_what_to_do() -> None:
+def test_a_process_that_may_open_too_few_files_raises_its_limit_or_says_what_to_do() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lines = Switchboard(KEYS, epoch=EPOCH)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-        lines.expect(1500)
+        make_room(1500, whom="1500 workers")
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1500
-        with pytest.raises(WeightSyncError, match=r"needs \d+ open files to reach \d+ workers and may have \d+; raise"):
-            lines.expect(before[1])
+        with pytest.raises(WeightSyncError, match=r"needs \d+ open files to reach all of them and may have \d+"):
+            make_room(before[1], whom="all of them")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        lines.close()
+
+
+def test_a_worker_may_read_from_more_learners_than_libzmq_allows_sockets(server: ControlServer) -> None:
+    before, num_learners = resource.getrlimit(resource.RLIMIT_NOFILE), 1100
+    make_room((CLIENT_FILES + 1) * num_learners, whom="learners")
+    context, num_files = ClientContext(), len(list(Path("/proc/self/fd").iterdir()))
+    try:
+        for number in range(num_learners):
+            client_of(context, server.address, sender=f"r{number}/0").ping(deadline_s=ANSWER_S)
+        opened = len(list(Path("/proc/self/fd").iterdir())) - num_files
+        assert opened <= (CLIENT_FILES + 1) * num_learners + SPARE_FILES, "one more each at the server"
+    finally:
+        context.destroy(linger=0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

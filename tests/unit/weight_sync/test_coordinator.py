@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.control import epoch, members
+from weight_sync import deadlines
+from weight_sync.control import epoch
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.control.epoch import _memory_lines, _size
 from weight_sync.errors import (
@@ -77,7 +78,7 @@ async def test_engines_hold_the_learners_weights_bit_for_bit(commit: str, num_ra
 
 async def test_an_engine_too_busy_for_a_call_is_given_all_the_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host declares it dead when a call does not end in time, and its control thread shows that it lives."""
-    monkeypatch.setattr(members, "WATCH_AFTER_S", 0.05)
+    monkeypatch.setattr(deadlines, "WATCH_AFTER_S", 0.05)
     replica, asked = LocalReplica("r0"), list[float]()
     original = replica.call
 

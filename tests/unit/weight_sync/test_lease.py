@@ -87,12 +87,12 @@ async def test_while_the_only_live_replica_is_leased_a_sync_waits_and_a_newcomer
     replicas = [LocalReplica("r0")]
     told: list[dict[str, int | None]] = []
 
-    async def before_passed() -> None:
+    async def before_skipped() -> None:
         told.append(world.coordinator.live_versions)
 
     async with opened(1, replicas, commit=commit) as world:
         await world.step(1)
-        async with world.coordinator.lease("r0", before_passed=before_passed):
+        async with world.coordinator.lease("r0", before_skipped=before_skipped):
             syncing = asyncio.create_task(world.step(2))
             await asyncio.sleep(0.1)
             assert not syncing.done()
@@ -116,7 +116,7 @@ async def test_a_lease_that_nobody_passed_by_says_so_to_nobody_afterwards(commit
     replicas = [LocalReplica("r0"), LocalReplica("r1")]
     async with opened(1, replicas, commit=commit) as world:
         await world.step(1)
-        async with world.coordinator.lease("r0", before_passed=never):
+        async with world.coordinator.lease("r0", before_skipped=never):
             pass
         async with world.coordinator.lease("r0"):
             await asyncio.wait_for(world.step(2), 10)

@@ -190,5 +190,5 @@ async def test_a_lease_that_is_cancelled_before_it_begins_was_none(where: str, m
                 await asyncio.gather(leasing, return_exceptions=True)
         assert leasing.cancelled()
         member = coordinator._members["r0"]
-        assert (member.num_leases, member.before_passed) == (0, [])
+        assert (member.num_leases, member.before_skipped) == (0, [])
         await assert_step_without_stall(world, 2)

@@ -9,7 +9,7 @@ import pytest
 from weight_sync.control.members import Member, ReplicaState, nothing
 
 JOINING, LIVE, HELD, REPLACING, DIRTY, DEAD, LEFT = ReplicaState
-EVENTS = ("open", "hold", "let go", "replace", "keep", "lose", "mix", "leave")
+EVENTS = ("open", "hold", "release", "replace", "keep", "lose", "mix", "leave")
 FOLLOWS: dict[ReplicaState, tuple[ReplicaState | None, ...]] = {
     #          open  hold  let go replace    keep  lose  mix    leave
     JOINING: (LIVE, None, None, None, None, DEAD, DIRTY, LEFT),

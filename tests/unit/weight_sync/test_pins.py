@@ -11,8 +11,8 @@ import pytest
 
 from tests.fakes.sync_world import LocalReplica
 from tests.unit.weight_sync.test_coordinator import World, opened
+from weight_sync import deadlines
 from weight_sync.channel import ControlServer
-from weight_sync.control import pins
 from weight_sync.errors import DigestMismatch, PublisherLost, PullTimeout, WeightSyncError
 from weight_sync.messages import Pin, Unpin
 from weight_sync.publish.slots import SlotState
@@ -57,7 +57,7 @@ async def test_a_rank_is_asked_for_one_pin_however_many_workers_read(commit: str
     async with opened(3, [LocalReplica(f"r{i}", 2) for i in range(3)], commit=commit) as world:
         await world.step(1)
         await asyncio.sleep(0.1)  # an unpin is on its way
-        assert asked == [Pin(version=1, ttl_s=pins.PIN_TTL_S)] * 3 + [Unpin(version=1)] * 3
+        assert asked == [Pin(version=1, ttl_s=deadlines.PIN_TTL_S)] * 3 + [Unpin(version=1)] * 3
 
 
 @STAGED_OR_NOT
@@ -78,7 +78,7 @@ async def test_nothing_is_unpinned_while_an_engine_stands_still(commit: str, ask
         await world.step(2)
         assert seen == [[[2], [2]]]
         await assert_nothing_is_pinned(world)
-        assert asked == [Pin(version=2, ttl_s=pins.PIN_TTL_S)] * 2 + [Unpin(version=2)] * 2
+        assert asked == [Pin(version=2, ttl_s=deadlines.PIN_TTL_S)] * 2 + [Unpin(version=2)] * 2
 
 
 async def test_a_frozen_replica_that_has_its_bytes_keeps_no_slot(asked: list[Pin | Unpin]) -> None:
@@ -149,8 +149,8 @@ async def test_a_sync_that_is_cancelled_unpins(commit: str) -> None:
 
 
 async def test_a_slow_read_has_its_pin_renewed_and_the_learner_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "PIN_TTL_S", 0.3)
-    monkeypatch.setattr(pins, "RENEW_S", 0.1)
+    monkeypatch.setattr(deadlines, "PIN_TTL_S", 0.3)
+    monkeypatch.setattr(deadlines, "RENEW_S", 0.1)
     replica = LocalReplica("r0")
     async with opened(1, [replica], commit="inplace", num_slots=1) as world:
         await world.step(1)
@@ -164,7 +164,7 @@ async def test_a_slow_read_has_its_pin_renewed_and_the_learner_waits(monkeypatch
 
 
 async def test_the_pin_of_a_coordinator_that_is_gone_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "PIN_TTL_S", 0.3)
+    monkeypatch.setattr(deadlines, "PIN_TTL_S", 0.3)
     async with opened(1, [LocalReplica("r0")], num_slots=1) as world:
         await world.step(1)
         pin = world.coordinator._pin_of(1)
@@ -190,8 +190,8 @@ async def test_a_silent_learner_is_no_failure_of_a_replica(
     silence_s: float, error: type[WeightSyncError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is one called lost that was given less time than a stopped one has."""
-    monkeypatch.setattr("weight_sync.channel.SILENCE_S", silence_s)
-    monkeypatch.setattr("weight_sync.channel.PING_S", 0.05)
+    monkeypatch.setattr("weight_sync.deadlines.PEER_TIMEOUT_S", silence_s)
+    monkeypatch.setattr("weight_sync.deadlines.PING_S", 0.05)
     replica = LocalReplica("r0")
     async with opened(2, [replica], timeout_s=2.0) as world:
         await world.step(1)

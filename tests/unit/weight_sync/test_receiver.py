@@ -14,6 +14,7 @@ from tests.fakes.ports import listening_ports
 from tests.fakes.row_shards import row_shards
 from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
 from tests.fakes.weight_job import LearnerProcess
+from weight_sync import deadlines
 from weight_sync.channel import ControlClient, make_run_keys
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import (
@@ -38,8 +39,8 @@ from weight_sync.messages import (
 from weight_sync.plan.agreement import share
 from weight_sync.plan.planner import build_plan
 from weight_sync.publish.publisher import WeightPublisher
-from weight_sync.receive import pull, staging
 from weight_sync.receive import receiver as prefetch
+from weight_sync.receive import staging
 from weight_sync.transports.mapped import MappedReader
 
 if TYPE_CHECKING:
@@ -382,7 +383,7 @@ def open_process_pair(process: LearnerProcess, closing: list[Any], commit: str) 
 def test_learner_killed_in_mid_pull_is_noticed_in_time(
     process: LearnerProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
 ) -> None:
-    monkeypatch.setattr(pull, "PEER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(deadlines, "PEER_TIMEOUT_S", 1.0)
     pair = open_process_pair(process, closing, commit)
     names, port = shared_memory_names(), int(pair.infos[0].address.endpoint.rpartition(":")[2])
     assert port in listening_ports([process.pid])
@@ -403,7 +404,7 @@ def test_learner_killed_in_mid_pull_is_noticed_in_time(
 def test_stopped_learner_is_noticed_in_time_and_works_on_when_it_wakes(
     process: LearnerProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "PEER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(deadlines, "PEER_TIMEOUT_S", 0.5)
     pair = open_process_pair(process, closing, "staged")
     slots = pair.pinned(2)
     process.signal(signal.SIGSTOP)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weight_sync import deadlines
 from weight_sync.errors import PullTimeout, VersionUnavailable
-from weight_sync.publish import slots as slots_module
 from weight_sync.publish.slots import SlotState, SlotTable
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def test_a_publisher_that_finds_no_slot_says_what_is_in_them() -> None:
 
 
 def test_a_waiting_publisher_goes_on_when_the_version_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots_module, "WAIT_SLICE_S", 1000.0)
+    monkeypatch.setattr(deadlines, "LOOK_S", 1000.0)
     table, _ = table_in(PINNED)
     begun: list[int] = []
     publisher = threading.Thread(target=lambda: begun.append(table.begin(2, deadline_s=1000.0)), daemon=True)
