@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -43,6 +44,7 @@ from weight_sync.plan.routes import Peer, RelayMode, plan_routes
 from weight_sync.plan.types import RankShards
 from weight_sync.receive.staging import staging_layout
 from weight_sync.transports.base import arena_bytes
+from weight_sync.transports.pair import PAIR_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -200,6 +202,8 @@ class EpochOpener:
         if num_readable:
             num_workers = sum(map(len, workers.values()))
             log.info("replicas hand versions on: %d of %d workers are read by others", num_readable, num_workers)
+        if line := _pair_line(workers, requests):
+            log.info("%s", line)  # before the first pull builds them
 
         async def tell(member: Member, index: int, request: LinkRequest) -> None:
             await member.ask(index, request, Linked, deadline_s=self.left(deadline))
@@ -344,6 +348,26 @@ def _link_requests(
         return LinkRequest(stages=routes[name].stages, predecessors=predecessors, readers=tuple(readers[name]))
 
     return {name: [request(party.name) for party in team] for name, team in parties.items()}
+
+
+def _pair_line(members: Mapping[str, Sequence[ReceiverInfo]], requests: Mapping[str, Sequence[LinkRequest]]) -> str:
+    """What groups of two will take of the devices by these routes; empty if there are none."""
+    nbytes: Counter[str] = Counter()
+    for name, workers in members.items():
+        for info, request in zip(workers, requests[name], strict=True):
+            own = f"{name}/{info.worker}"
+            direct = [rank for stage in request.stages if not stage.via for rank in stage.ranks]
+            givers = [(f"learner {rank}", info.transports[rank]) for rank in direct]
+            givers += [
+                (giver.owner, next((a.transport for a in giver.arenas if a.transport in PAIR_BYTES), ""))
+                for giver in request.predecessors
+                if giver.node != info.node
+            ]
+            for giver, transport in givers:
+                for party in (giver, own):
+                    nbytes[party] += PAIR_BYTES.get(transport, 0)
+    (party, most), total = max(nbytes.items(), key=lambda item: item[1], default=("", 0)), nbytes.total()
+    return f"memory of groups of two: {_size(most)} of the device of {party}, {_size(total)} in all" if total else ""
 
 
 def _check_and_log(info: ReceiverInfo, replica: str, plan: SharedPlan) -> None:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 HOST = "gloo"
 DEVICE = ("nccl", "hccl")
+PAIR_BYTES = {"nccl": 36 << 20, "hccl": 32 << 20}
+"""What a group of two takes of the device at each end: with `Nccl.MAX_CTAS`, measured; two buffers of HCCL's."""
 WILDCARDS = ("", "0.0.0.0", "::", "*")
 MESSAGE_BYTES = 64 * 2**20
 BATCH_MESSAGES = 256

@@ -636,13 +636,16 @@ def test_a_process_that_may_open_too_few_files_raises_its_limit_or_says_what_to_
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.mark.full
 def test_a_worker_may_read_from_more_learners_than_libzmq_allows_sockets(server: ControlServer) -> None:
     before, num_learners = resource.getrlimit(resource.RLIMIT_NOFILE), 1100
     make_room((CLIENT_FILES + 1) * num_learners, whom="learners")
     context, num_files = ClientContext(), len(list(Path("/proc/self/fd").iterdir()))
     try:
+        clients: list[ControlClient] = []
         for number in range(num_learners):
-            client_of(context, server.address, sender=f"r{number}/0").ping(deadline_s=ANSWER_S)
+            clients.append(client_of(context, server.address, sender=f"r{number}/0"))
+            clients[-1].ping(deadline_s=ANSWER_S)
         opened = len(list(Path("/proc/self/fd").iterdir())) - num_files
         assert opened <= (CLIENT_FILES + 1) * num_learners + SPARE_FILES, "one more each at the server"
     finally:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
 from weight_sync import deadlines
 from weight_sync.control import epoch
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
-from weight_sync.control.epoch import _memory_lines, _size
+from weight_sync.control.epoch import _memory_lines, _pair_line, _size
 from weight_sync.errors import (
     DigestMismatch,
     PlanMismatch,
@@ -25,9 +26,10 @@ from weight_sync.errors import (
     VersionUnavailable,
     WeightSyncError,
 )
-from weight_sync.plan.routes import plan_routes
+from weight_sync.plan.routes import Stage, plan_routes
 from weight_sync.plan.types import PackPlan, Plan, PullPlan, Run
 from weight_sync.transports import select
+from weight_sync.transports.pair import PAIR_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -434,6 +436,23 @@ def test_memory_lines_have_the_figures_of_a_large_plan() -> None:
     )
     assert engines.endswith("if it fits into what is free then: worker 0 5.0 MB")
     assert "no staging buffer" in _memory_lines(plan, SyncOptions(commit="inplace"))[1]
+
+
+def test_groups_of_two_are_counted_by_the_routes_before_they_are_built() -> None:
+    """r0 reads both learners, one of them by mapping it, and hands on to r1 on its node and r2 on another."""
+    reads, homes = {0: "nccl", 1: "ipc"}, {"r0": "a", "r1": "a", "r2": "b"}
+    infos: Any = {name: [SimpleNamespace(worker=0, node=node, transports=reads)] for name, node in homes.items()}
+    giver: Any = SimpleNamespace(owner="r0/0", node="a", arenas=[SimpleNamespace(transport=t) for t in ("ipc", "nccl")])
+    all_direct, all_via = (Stage(ranks=(0, 1)),), (Stage(ranks=(0, 1), via=(0,)),)
+    requests: Any = {
+        "r0": [SimpleNamespace(stages=all_direct, predecessors=())],
+        "r1": [SimpleNamespace(stages=all_via, predecessors=(giver,))],
+        "r2": [SimpleNamespace(stages=all_via, predecessors=(giver,))],
+    }
+    of_r0, total = 2 * PAIR_BYTES["nccl"], 4 * PAIR_BYTES["nccl"]
+    expected = f"memory of groups of two: {_size(of_r0)} of the device of r0/0, {_size(total)} in all"
+    assert _pair_line(infos, requests) == expected
+    assert _pair_line({"r1": infos["r1"]}, {"r1": requests["r1"]}) == ""
 
 
 async def test_one_failed_attempt_does_not_cost_a_learner_its_best_transport(
