@@ -99,7 +99,6 @@ def test_ranks_serve_what_they_export(directory: Path, two_ranks: list[dict[str,
     assert any(".experts.4.down_proj.weight" in name for name in exported)
     rebuilt: dict[str, list[torch.Tensor]] = {name: [] for name in exported}
     for result in two_ranks:
-        assert [s.param for s in result["shards"]] == [s.param for s in two_ranks[0]["shards"]]
         for name, tensor in result["tensors"].items():
             rebuilt[name].append(tensor)
             if ".experts." in name:
