@@ -42,6 +42,9 @@ def job(tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         f"model.lora.rank={RANK}",
         "model.lora.alpha=16",
         "learner.lr=3e-3",
+        "learner.num_ranks=2",
+        "learner.fsdp_size=1",  # both have all weights,
+        "learner.context_parallel_size=2",  # and compute every micro-batch together
         f"trainer.total_steps={STEPS}",
         f"trainer.groups_per_step={GROUPS}",
         f"rollout.group_size={SAMPLES}",
@@ -58,6 +61,7 @@ def job(tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def test_every_step_reports_its_baselines_and_the_rewards_of_its_turns(job: TrainerProcess) -> None:
     assert "remax (an extra greedy response per group)" in job.text
+    assert "learner: 2 ranks: 2 replicas of 1 shard(s), 2 ranks per micro-batch" in job.text
     assert [line["step"] for line in job.lines] == list(range(1, STEPS + 1))
     for line in job.lines:
         check_known(line)

@@ -96,6 +96,19 @@ def describe_critic(critic: CriticConfig, *, policy_lr: float) -> str:
     return text + (f", alone for {critic.warmup_steps} steps" if critic.warmup_steps else "")
 
 
+def describe_layout(learner: LearnerConfig) -> str:
+    """How ranks divide model and micro-batches; empty where each has a shard of the one and micro-batches of its own.
+
+    Example: `8 ranks: 2 replicas of 4 shards, 2 ranks per micro-batch`.
+    """
+    parts: list[str] = []
+    if learner.num_shards < learner.num_ranks:
+        parts.append(f"{learner.num_ranks // learner.num_shards} replicas of {learner.num_shards} shard(s)")
+    if learner.context_parallel_size > 1:
+        parts.append(f"{learner.context_parallel_size} ranks per micro-batch")
+    return f"{learner.num_ranks} ranks: {', '.join(parts)}" if parts else ""
+
+
 def describe_rollout(config: RunConfig) -> str:
     """Whether responses span steps on shared devices, how many requests the engines get, and what an evaluation is.
 

@@ -59,6 +59,9 @@ _NAMES_OF_OTHERS = {
     "learner.warmup_steps": "lr_warmup_steps warmup",
     "learner.max_grad_norm": "grad_clip clip_grad gradient_clipping",
     "learner.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "learner.fsdp_size": "dp_shard data_parallel_shard_degree",
+    "learner.context_parallel_size": "ulysses_sequence_parallel_size sequence_parallel_size cp cp_size "
+    "context_parallel_degree ring_attn_size",
     "learner.num_ranks": "num_gpus n_gpus gpus n_gpus_per_node gpus_per_node",
     "algorithm.kl.coef": "beta init_kl_coef kl_loss_coef kl_ctl",
     "algorithm.clip_ratio_low": "epsilon eps_clip",

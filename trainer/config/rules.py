@@ -81,6 +81,11 @@ def longest_sequence(config: RunConfig) -> int:
     return config.task.max_prompt_tokens + config.rollout.max_response_tokens
 
 
+def longest_slice(config: RunConfig) -> int:
+    """Tokens of the longest sequence on one of the learner ranks that share it."""
+    return -(-longest_sequence(config) // config.learner.context_parallel_size)
+
+
 def check_combinations(config: RunConfig) -> list[Problem]:
     """Every problem. Each value is known to have the right type and range."""
     found = [problem for check in _CHECKS for problem in check(config)]
@@ -422,9 +427,12 @@ def _engines(c: RunConfig) -> Iterator[Problem]:
     limits = f"must be at least {' + '.join(_LIMITS)} = {longest}"
     if 0 < rollout.max_model_len < longest:
         yield problem(c, "rollout.max_model_len", f"{limits}, or 0 to follow them", "raise it or lower those", *_LIMITS)
-    if c.learner.max_tokens_per_micro_batch != "auto" and c.learner.max_tokens_per_micro_batch < longest:
-        message = f"{limits}: the longest sequence must fit into one micro-batch"
-        yield problem(c, "learner.max_tokens_per_micro_batch", message, "raise it or lower those", *_LIMITS)
+    tokens, size = c.learner.max_tokens_per_micro_batch, c.learner.context_parallel_size
+    if tokens != "auto" and tokens < longest_slice(c):
+        shared = f" / learner.context_parallel_size = {longest_slice(c)}" if size > 1 else ""
+        message = f"{limits}{shared}: the longest sequence must fit into one micro-batch"
+        hint = "raise it or lower those, or raise learner.context_parallel_size"
+        yield problem(c, "learner.max_tokens_per_micro_batch", message, hint, *_LIMITS)
     if not all(rollout.stop):
         yield problem(c, "rollout.stop", "must not contain an empty text: it would end every response", "leave it out")
     if any(token_id < 0 for token_id in rollout.stop_token_ids):
@@ -474,16 +482,22 @@ def _engine_args(c: RunConfig) -> Iterator[Problem]:
 
 def _training(c: RunConfig) -> Iterator[Problem]:
     learner, every = c.learner, c.checkpoint.every_steps
+    for key in ("fsdp_size", "context_parallel_size"):
+        if learner.num_ranks % (getattr(learner, key) or 1):
+            message = f"must divide learner.num_ranks={learner.num_ranks}"
+            yield problem(c, f"learner.{key}", message, "change one of them", "learner.num_ranks")
     groups, mini_batches = c.trainer.groups_per_step, learner.num_mini_batches
     if groups % mini_batches > 0:
         message = f"must divide trainer.groups_per_step={groups}: mini-batches have equally many whole groups"
         divisors = ", ".join(str(n) for n in range(1, groups + 1) if groups % n == 0)
         yield problem(c, "learner.num_mini_batches", message, f"use one of {divisors}", "trainer.groups_per_step")
-    elif learner.num_ranks > (samples := _samples(c) // mini_batches):
+    elif learner.num_batches > (samples := _samples(c) // mini_batches):
         of = "one step (trainer.groups_per_step x rollout.group_size)"
         if mini_batches > 1:
             of = "one mini-batch (trainer.groups_per_step x rollout.group_size / learner.num_mini_batches)"
-        message = f"must be at most {samples}, the samples of {of}"
+        size = learner.context_parallel_size
+        shared = f", times learner.context_parallel_size={size}" if size > 1 else ""
+        message = f"must be at most {samples * size}, the samples of {of}{shared}"
         hint = "a rank without samples does nothing"
         yield problem(c, "learner.num_ranks", message, hint, "trainer.groups_per_step", "rollout.group_size")
     if learner.lr_schedule != "constant" and learner.warmup_steps >= _policy_steps(c):

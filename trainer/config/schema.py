@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from operator import attrgetter
@@ -79,7 +80,13 @@ class DeviceConfig:
 @section
 class LearnerConfig:
     num_ranks: PositiveInt = 2
-    """Learner processes, one per device. FSDP2 shards over all of them; one that has the room is not sharded."""
+    """Learner processes, one per device; one that has the room is not sharded."""
+    fsdp_size: PositiveInt | None = None
+    """Ranks over which FSDP2 shards weights and optimizer state; all if not set. Fewer (those of a node, say) make
+    replicas of them (HSDP), which exchange nothing but one sum of gradients per step. Must divide `num_ranks`."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share every micro-batch, for long contexts: each has a slice of its tokens, in attention a slice of
+    the heads (Ulysses). Must divide `num_ranks` and the attention heads of every model."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate (AdamW)."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -108,8 +115,9 @@ class LearnerConfig:
     """Consecutive steps without a finite gradient that are skipped and change nothing. One more ends the run, after a
     save. In a step of several updates only those without a finite gradient are skipped."""
     max_tokens_per_micro_batch: PositiveInt | Literal["auto"] = "auto"
-    """Packed tokens per micro-batch and rank. `auto` measures at the start how many fit on the device, at most 65,536
-    and no fewer than the longest sequence has; on a CPU it is 16,384. A run that resumes keeps its number."""
+    """Packed tokens per micro-batch and rank: `context_parallel_size` times as many in one that ranks share. `auto`
+    measures at the start how many fit on the device, at most 65,536 and no fewer than the longest sequence has; on a
+    CPU it is 16,384. A run that resumes keeps its number."""
     logprob_chunk_size: PositiveInt | None = None
     """Tokens whose logits exist at the same time; null makes it 256 MiB of logits, whatever the vocabulary."""
     fp32_head: Bool | None = None
@@ -139,6 +147,21 @@ class LearnerConfig:
     def num_updates(self) -> int:
         """Optimizer updates of a step in which no group is left out."""
         return self.updates_per_batch * self.num_mini_batches
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that together hold the weights once."""
+        return self.num_ranks if self.fsdp_size is None else self.fsdp_size
+
+    @property
+    def rank_multiple(self) -> int:
+        """The number of ranks must be a multiple of it."""
+        return math.lcm(1 if self.fsdp_size is None else self.fsdp_size, self.context_parallel_size)
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches that are computed at a time."""
+        return self.num_ranks // self.context_parallel_size
 
 
 @section

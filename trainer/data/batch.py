@@ -81,6 +81,8 @@ class MicroBatch:
     prefix_lens: np.ndarray | None = None
     """int32[N]: how many first tokens a sequence shares with the last one before it that shares none (0). They are
     computed once, with that one, and are in all other arrays for each sequence. None: nothing is shared."""
+    is_copy: bool = False
+    """Another rank of the context group counts it in the sums of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

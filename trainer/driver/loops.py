@@ -245,8 +245,9 @@ class TrainingRun:
                     groups,
                     step=step,
                     algorithm=cfg.algorithm,
-                    num_ranks=cfg.learner.num_ranks,
-                    max_tokens_per_micro_batch=self.learner.max_tokens_per_micro_batch,
+                    num_ranks=cfg.learner.num_batches,
+                    max_tokens_per_micro_batch=self.learner.max_tokens_per_micro_batch
+                    * cfg.learner.context_parallel_size,
                     max_response_tokens=cfg.rollout.max_response_tokens,
                     cost=None if self.learner.flops is None else self.learner.flops.of_sequence,
                     share_prefix=share_prefix,

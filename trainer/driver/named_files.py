@@ -108,16 +108,20 @@ def _tokenizer_directory(config: RunConfig, key: str, path: Path) -> Iterator[Pr
 def fit_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) -> Iterator[Problem]:
     """What engine or learner would refuse only after the start: heads that cannot be split, and a context that is too
     short. `text` is the config of the text model that `key` names; engines have only the policy."""
-    path, parallel = model_paths(config)[key], config.rollout.tensor_parallel_size
+    path = model_paths(config)[key]
+    parts = {"learner.context_parallel_size": config.learner.context_parallel_size}
+    if key == "model.path":
+        parts["rollout.tensor_parallel_size"] = config.rollout.tensor_parallel_size
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
-    message = ""
-    if isinstance(heads, int) and heads % parallel:
-        message = f"must divide the {heads} attention heads of {path}"
-    # Every device of an engine gets equally many heads; one of keys and values may be on several devices.
-    elif isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % parallel and parallel % kv_heads:
-        message = f"must divide the {kv_heads} key-value heads of {path}, or be a multiple of them"
-    if message and key == "model.path":
-        yield problem(config, "rollout.tensor_parallel_size", message, "", key)
+    for parallel_key, num_parts in parts.items():
+        message = ""
+        if isinstance(heads, int) and heads % num_parts:
+            message = f"must divide the {heads} attention heads of {path}"
+        # Every part has equally many heads; one of keys and values may be in several.
+        elif isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % num_parts and num_parts % kv_heads:
+            message = f"must divide the {kv_heads} key-value heads of {path}, or be a multiple of them"
+        if message:
+            yield problem(config, parallel_key, message, "", key)
     context = text.get("max_position_embeddings")
     is_stretched = any(_stretches_context(text.get(name)) for name in ("rope_scaling", "rope_parameters"))
     longest = max(longest_sequence(config), config.rollout.max_model_len)

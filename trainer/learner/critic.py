@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from trainer.config.algorithm import AlgorithmConfig
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
-    from trainer.learner.model import BuiltPolicy, ParallelContext
+    from trainer.learner.model import BuiltPolicy
+    from trainer.learner.parallel import ParallelContext
 
 
 MIN_SPREAD = 1e-8
@@ -112,13 +113,15 @@ class ValueSums:
         old_L = to_device(targets.values_T[mask], device)
         returns_L = to_device(targets.returns_T[mask].astype(np.float32), device)
         loss_L, is_clipped_L = value_loss(values_L, old_L, returns_L, clip=self._clip)
-        if self._clip is not None:
+        if self._clip is not None and not batch.is_copy:
             self._num_clipped = self._num_clipped + is_clipped_L.sum()
             self._num_clippable += len(loss_L)
         return loss_L.sum() * token_weight
 
     def add(self, batch: MicroBatch, targets: ValueTargets) -> None:
         """Count a micro-batch, once per step, with the values from its start."""
+        if batch.is_copy:
+            return
         returns_L = targets.returns_T[batch.loss_mask]
         values_L = targets.values_T[batch.loss_mask].astype(np.float64)
         errors_L = returns_L - values_L
@@ -206,6 +209,7 @@ class SeparateCritic(Critic):
         meta.hf.set_output_embeddings(nn.Identity())  # pyright: ignore[reportArgumentType]
         self._model = CriticModel(meta.hf, ValueHead(hidden_size(meta.hf)))
         self._layout = shard_and_load(self._model, meta, cfg, context=context, cpu_offload=cfg.critic.cpu_offload)
+        self._group = context.group
         critic = cfg.critic
         self._schedule = replace(
             cfg.learner,
@@ -256,13 +260,15 @@ class SeparateCritic(Critic):
         return norms
 
     def _values(self, batch: MicroBatch, *, is_last: bool, learns: bool) -> Tensor:
-        inputs = PackedInputs.of(batch, device=self._device, layout=self._layout)
+        inputs = PackedInputs.of(batch, device=self._device, layout=self._layout, group=self._group)
         if learns:
             self._model.expect_backward(is_last=is_last)
-            return self._model(inputs)
-        with torch.no_grad():
+        with torch.set_grad_enabled(learns):
             values_L = self._model(inputs)
-        self._model.release()
+            if self._group is not None and inputs.owner_L is not None:
+                values_L = self._group.gather([values_L], inputs.owner_L)[0]
+        if not learns:
+            self._model.release()
         return values_L
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config.algorithm import loss_traits
-from trainer.config.rules import longest_sequence
+from trainer.config.rules import longest_sequence, longest_slice
 from trainer.data.batch import MicroBatch
 from trainer.errors import LearnerError
 
@@ -50,14 +50,14 @@ def usable_bytes(cfg: RunConfig, total_bytes: int) -> int:
 
 def bounded(cfg: RunConfig, num_tokens: float) -> int:
     """What `auto` makes of the tokens that there is room for: never less than the longest sequence."""
-    return max(longest_sequence(cfg), min(MOST_TOKENS, on_grid(num_tokens)))
+    return max(longest_slice(cfg), min(MOST_TOKENS, on_grid(num_tokens)))
 
 
 def fit_micro_batch(
     learner: PolicyTrainer, cfg: RunConfig, backend: Backend, *, arena_bytes: int, earlier: int | None
 ) -> int:
-    """Tokens per micro-batch, the same on every rank; tried in one rehearsal, except on a CPU that compiles nothing.
-    Collective.
+    """Tokens per micro-batch and rank, the same on every rank; tried in one rehearsal, except on a CPU that compiles
+    nothing. Collective.
 
     Args:
         arena_bytes: what weight sync will take of the device beside torch.
@@ -66,11 +66,12 @@ def fit_micro_batch(
     Raises:
         LearnerError: it does not fit.
     """
-    asked, longest = cfg.learner.max_tokens_per_micro_batch, longest_sequence(cfg)
+    asked, longest = cfg.learner.max_tokens_per_micro_batch, longest_slice(cfg)
 
     def rehearse(num_tokens: int) -> None:
+        of_all = num_tokens * cfg.learner.context_parallel_size
         shares_prefix = learner.layout.shares_prefix and cfg.learner.share_prefix is not False
-        learner.rehearse(largest_micro_batch(cfg, num_tokens, shares_prefix=shares_prefix))
+        learner.rehearse(largest_micro_batch(cfg, of_all, shares_prefix=shares_prefix))
 
     if backend.torch_device == "cpu":
         tokens = max(longest, TOKENS_ON_CPU) if asked == "auto" else asked
@@ -116,7 +117,7 @@ def fitting_tokens(
     most = _least_of_ranks(SMALL[0] + (limit_bytes - peaks[0]) / per_token)
     chosen = bounded(cfg, most)
     if earlier is not None and earlier != chosen:
-        if earlier <= max(most, longest_sequence(cfg)):
+        if earlier <= max(most, longest_slice(cfg)):
             chosen = earlier
         else:
             log.warning(
@@ -126,7 +127,7 @@ def fitting_tokens(
                 chosen,
             )
     if not is_room(lambda: peak_bytes(chosen)):
-        lower = max(longest_sequence(cfg), chosen // 2)
+        lower = max(longest_slice(cfg), chosen // 2)
         log.warning("%s=auto: %d tokens did not fit on the device; it is %d now", KEY, chosen, lower)
         if lower == chosen or not is_room(lambda: peak_bytes(lower)):
             raise _too_large(lower, "set it, down to the longest sequence, or use more learner.num_ranks")

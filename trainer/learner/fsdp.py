@@ -111,6 +111,7 @@ class RootModel(nn.Module):
             self.compute_weights.is_last_backward = is_last
         if isinstance(self, FSDPModule):
             self.set_is_last_backward(is_last)
+            self.set_requires_all_reduce(is_last)  # replicas add up their gradients once
             if self.stays_whole:
                 self.set_reshard_after_backward(is_last)
 
@@ -265,9 +266,10 @@ class ShardedAdamW:
             }
 
     def grad_sq_sum(self) -> Tensor:
-        """Sum of squares over this rank's shards, float32[], on the gradients' device."""
+        """Sum of squares over this rank's shards, float32[], on the gradients' device; of a shard that several ranks
+        hold their part of it, so that the sum over all ranks is that of the whole gradient."""
         grads = [local_tensor(slot.param.grad) for slot in self._slots if slot.param.grad is not None]
-        return get_total_norm(grads).square()
+        return get_total_norm(grads).square() / num_replicas(self._slots[0].param)
 
     def step(self, *, lr: float, grad_norm: float) -> None:
         """Clip to `max_grad_norm` by the given norm of the whole gradient, update, and drop the gradients."""
@@ -314,10 +316,22 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def num_replicas(tensor: Tensor) -> int:
+    """Ranks that hold the same shard of a DTensor as this one, this one included."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement == Replicate())
+
+
 def local_rows(tensor: Tensor, *, name: str) -> tuple[int, int]:
     """(start, stop): this rank's rows of a DTensor, else all. Raises ModelError for a sharding other than by rows."""
-    if not isinstance(tensor, DTensor) or tensor.placements == (Replicate(),):
-        return 0, tensor.shape[0] if tensor.ndim else 1
-    if tensor.placements != (Shard(0),):
+    num_rows = tensor.shape[0] if tensor.ndim else 1
+    if not isinstance(tensor, DTensor):
+        return 0, num_rows
+    dims = [dim for dim, placement in enumerate(tensor.placements) if placement != Replicate()]
+    if not dims:
+        return 0, num_rows
+    if len(dims) > 1 or tensor.placements[dims[0]] != Shard(0):
         raise ModelError(f"{name} is sharded as {tensor.placements}; only rows (dimension 0) are supported")
-    return chunk_rows(tensor.shape[0], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
+    return chunk_rows(num_rows, tensor.device_mesh.size(dims[0]), tensor.device_mesh.get_local_rank(dims[0]))

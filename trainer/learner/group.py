@@ -71,8 +71,9 @@ class LearnerGroup:
     only be closed, since ranks may hang in a collective until its deadline.
     """
 
-    def __init__(self, actors: Sequence[Any], *, timeout_s: float) -> None:
-        """`actors[rank]` are handles from `learner_actor()`; `timeout_s` is the deadline of every call."""
+    def __init__(self, actors: Sequence[Any], *, timeout_s: float, context_parallel_size: int = 1) -> None:
+        """`actors[rank]` are handles from `learner_actor()`; `timeout_s` is the deadline of every call;
+        `context_parallel_size` neighbouring ranks share every micro-batch."""
         self.ranks = tuple(RankHandle(actor, rank=rank) for rank, actor in enumerate(actors))
         """For callers that talk to single ranks: weight sync needs no collective."""
         self.flops: ModelFlops | None = None
@@ -82,6 +83,7 @@ class LearnerGroup:
         self.shares_prefix = False
         """Whether its attention computes a shared prompt once, from `setup` on."""
         self._timeout_s = timeout_s
+        self._num_sharing = context_parallel_size
         self._has_failed = False
 
     @property
@@ -108,14 +110,15 @@ class LearnerGroup:
             TrainingDiverged: as `PolicyTrainer.train_step`; after a `GradientsDiverged` the group can still save.
             LearnerError: a rank failed or timed out.
         """
-        if len(batch.micro_batches) != len(self.ranks):
+        if len(batch.micro_batches) * self._num_sharing != len(self.ranks):
             raise LearnerError(
                 f"batch of step {batch.step} is split for {len(batch.micro_batches)} ranks, the group has "
-                f"{len(self.ranks)}; pack with learner.num_ranks"
+                f"{len(self.ranks)}, of which {self._num_sharing} share a micro-batch; pack with learner.num_batches"
             )
         refs = await asyncio.gather(*(asyncio.to_thread(ray.put, part) for part in batch.micro_batches))
+        parts = [refs[rank.rank // self._num_sharing] for rank in self.ranks]
         results: list[StepResult] = await self._gather(
-            "train_step", [(ref, batch.step, batch.updates, version, batch.group_rewards) for ref in refs]
+            "train_step", [(ref, batch.step, batch.updates, version, batch.group_rewards) for ref in parts]
         )
         seconds = {phase: max(r.seconds[phase] for r in results) for phase in results[0].seconds}
         return replace(

@@ -45,12 +45,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from torch.distributed.device_mesh import DeviceMesh
-
     from trainer.config.schema import ModelConfig, RunConfig
     from trainer.data.batch import MicroBatch
     from trainer.learner.attention import LayoutFn
-    from weight_sync.device.base import Backend
+    from trainer.learner.parallel import ContextGroup, ParallelContext
 
 
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling")
@@ -269,14 +267,6 @@ def predicting_states(hf: PreTrainedModel, inputs: PackedInputs) -> Tensor:
     return output.last_hidden_state.squeeze(0).index_select(0, inputs.predict_pos_L)
 
 
-class ParallelContext(NamedTuple):
-    """Where models are."""
-
-    mesh: DeviceMesh
-    device: torch.device
-    backend: Backend
-
-
 class MetaModel(NamedTuple):
     """A causal LM without memory, of a kind that we can run packed."""
 
@@ -299,10 +289,17 @@ class BuiltPolicy(NamedTuple):
     """Where config, tokenizer and (if any) weights came from."""
     device: torch.device
     """Where the forward runs."""
+    group: ContextGroup | None
+    """Computes every micro-batch together."""
 
     def forward(self, batch: MicroBatch) -> PolicyOutput:
         """The policy's output for the loss tokens. Collective."""
-        return self.policy(PackedInputs.of(batch, device=self.device, layout=self.layout))
+        inputs = PackedInputs.of(batch, device=self.device, layout=self.layout, group=self.group)
+        output: PolicyOutput = self.policy(inputs)
+        if self.group is None or inputs.owner_L is None:
+            return output
+        logprobs_L, entropy_L, *values = self.group.gather([x for x in output if x is not None], inputs.owner_L)
+        return PolicyOutput(logprobs_L, entropy_L, values[0] if values else None)
 
     @torch.no_grad()
     def no_grad_forward(self, batch: MicroBatch) -> PolicyOutput:
@@ -324,7 +321,9 @@ def build_policy(cfg: RunConfig, context: ParallelContext) -> BuiltPolicy:
     )
     layout = shard_and_load(policy, meta, cfg, context=context, cpu_offload=cfg.learner.cpu_offload)
     init_adapters(meta.hf, seed=cfg.seed)
-    return BuiltPolicy(policy=policy, layout=layout, source_dir=meta.source_dir, device=context.device)
+    return BuiltPolicy(
+        policy=policy, layout=layout, source_dir=meta.source_dir, device=context.device, group=context.group
+    )
 
 
 def meta_model(path: str, cfg: RunConfig) -> MetaModel:

@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.algorithms.losses import LossInputs
 from trainer.learner.attention import own_places, packed_rows, to_device
+from trainer.learner.parallel import UlyssesLayout
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from trainer.data.batch import MicroBatch
     from trainer.learner.attention import LayoutFn, PackedLayout
+    from trainer.learner.parallel import ContextGroup
 
 
 class PackedInputs(NamedTuple):
@@ -36,10 +38,15 @@ class PackedInputs(NamedTuple):
     """int64: packed position whose hidden state predicts the loss token."""
     target_L: Tensor
     """int64: the loss token itself."""
+    owner_L: np.ndarray | None = None
+    """int64, of all loss tokens of the row: the rank of the context group that has it, where this is a slice of it."""
 
     @staticmethod
-    def of(batch: MicroBatch, *, device: torch.device, layout: LayoutFn) -> PackedInputs:
-        """Raises ValueError if a first token of a sequence carries loss: nothing predicts it."""
+    def of(
+        batch: MicroBatch, *, device: torch.device, layout: LayoutFn, group: ContextGroup | None = None
+    ) -> PackedInputs:
+        """With a `group`, this rank's slice of the row and the loss tokens that are predicted in it. Raises
+        ValueError if a first token of a sequence carries loss: nothing predicts it."""
         cu_seqlens = batch.cu_seqlens
         lengths = np.diff(cu_seqlens)
         if len(lengths) == 0 or lengths.min() < 1 or cu_seqlens[0] != 0 or cu_seqlens[-1] != len(batch.token_ids):
@@ -49,18 +56,32 @@ class PackedInputs(NamedTuple):
         if batch.loss_mask[cu_seqlens[:-1]].any():
             raise ValueError("loss_mask is True on the first token of a sequence, which nothing predicts; mask it out")
         loss_positions = np.flatnonzero(batch.loss_mask)
-        token_ids, predict_pos = batch.token_ids, loss_positions - 1
+        token_ids, predict_pos, target = batch.token_ids, loss_positions - 1, batch.token_ids[loss_positions]
         positions = np.arange(len(token_ids)) - np.repeat(cu_seqlens[:-1].astype(np.int64), lengths)
         rows = None if batch.prefix_lens is None else packed_rows(cu_seqlens, batch.prefix_lens)
         if rows is not None:
             own, _ = own_places(rows)
             token_ids, positions, predict_pos = token_ids[own], positions[own], rows[predict_pos]
+        owner_L = None
+        if group is not None:
+            num_tokens, part = len(token_ids), group.slice_of(len(token_ids))
+            num_own = part.stop - part.start
+            if padding := num_own * group.size - num_tokens:  # a sequence of its own
+                token_ids, positions = np.pad(token_ids, (0, padding)), np.pad(positions, (0, padding))
+                cu_seqlens = np.append(cu_seqlens, cu_seqlens[-1] + padding)
+                rows = None if rows is None else np.append(rows, np.arange(num_tokens, num_tokens + padding))
+            owner_L = predict_pos // num_own
+            is_own = owner_L == group.rank
+            token_ids, positions = token_ids[part], positions[part]
+            predict_pos, target = predict_pos[is_own] - part.start, target[is_own]
+        packed = layout(cu_seqlens, device, rows)
         return PackedInputs(
             token_ids_1T=to_device(token_ids.astype(np.int64), device).unsqueeze(0),
             position_ids_1T=to_device(positions, device).unsqueeze(0),
-            layout=layout(cu_seqlens, device, rows),
+            layout=packed if group is None else UlyssesLayout(packed, group),
             predict_pos_L=to_device(predict_pos, device),
-            target_L=to_device(batch.token_ids[loss_positions].astype(np.int64), device),
+            target_L=to_device(target.astype(np.int64), device),
+            owner_L=owner_L,
         )
 
 

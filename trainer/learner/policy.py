@@ -6,12 +6,10 @@ Shape legend: `T` packed tokens, `L` loss tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from trainer.algorithms.corrections import correct
 from trainer.algorithms.losses import kl_penalty, policy_loss
@@ -22,9 +20,10 @@ from trainer.learner.critic import PreparedBatch, SeparateCritic, SharedCritic, 
 from trainer.learner.flops import model_flops, peak_flops
 from trainer.learner.fsdp import ShardedAdamW, learning_rate
 from trainer.learner.hf_export import export_hf
-from trainer.learner.model import ParallelContext, build_policy, compiles
+from trainer.learner.model import build_policy, compiles
 from trainer.learner.offload import CpuOffload
 from trainer.learner.packed_inputs import loss_inputs, token_ages
+from trainer.learner.parallel import parallel_context
 from trainer.learner.prepare import build_reference, prepare_step
 from trainer.learner.step_stats import Metric, PhaseTimer, StepResult, UpdateSums, policy_metrics, sum_over_ranks
 
@@ -78,8 +77,7 @@ class PolicyTrainer:
     def __init__(self, cfg: RunConfig, *, device: torch.device, backend: Backend) -> None:
         """Raises ModelError if `cfg.model` cannot be trained."""
         self._cfg, self._backend = cfg, backend
-        mesh = init_device_mesh(backend.torch_device, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-        context = ParallelContext(mesh, device, backend)
+        context = parallel_context(cfg.learner, device=device, backend=backend)
         self._built = build_policy(cfg, context)
         self._critic = build_critic(cfg, self._built, context)
         self._reference = build_reference(cfg, self._built, context)
@@ -157,6 +155,8 @@ class PolicyTrainer:
         if not micro_batches:
             raise ValueError("train_step needs at least one micro-batch per rank; pad ranks with a batch without loss")
         self.offload.require_onloaded("train_step")
+        group = self._built.group
+        micro_batches = [replace(batch, is_copy=group is not None and group.rank > 0) for batch in micro_batches]
         cfg, whole = self._cfg, (0, len(micro_batches))
         updates = list(updates) or [whole]
         num_critic_alone = cfg.critic.warmup_steps if cfg.algorithm.uses_critic else 0
@@ -196,7 +196,7 @@ class PolicyTrainer:
             self._update(prepared[start:stop], current, num_tokens, has_critic_gradients=has_critic_gradients)
             has_critic_gradients = False
         self._count_skipped(current, step=step)
-        visited = [batch for start, stop in updates for batch in micro_batches[start:stop]]
+        visited = [batch for start, stop in updates for batch in micro_batches[start:stop] if not batch.is_copy]
         return StepResult(
             step=step,
             metrics=self._metrics(current),
@@ -270,7 +270,7 @@ class PolicyTrainer:
             self._built.policy.expect_backward(is_last=index == len(mini_batch) - 1)
             output = self._built.forward(one.batch)
             loss, parts = self._loss(one, output, version=current.version or 0)
-            sums.add(parts)
+            sums.add(parts, is_copy=one.batch.is_copy)
             if current.keeps_proximal and one.proximal_L is None:
                 one.proximal_L = output.logprobs_L.detach()
             if output.values_L is not None and one.targets is not None:
@@ -279,9 +279,10 @@ class PolicyTrainer:
             timer.mark("forward")
             loss.backward()
             timer.mark("backward")
+        counted = [one.batch for one in mini_batch if not one.batch.is_copy]
         counts = {
-            "num_tokens": sum(len(one.batch.token_ids) for one in mini_batch),
-            "num_loss_tokens": sum(int(np.count_nonzero(one.batch.loss_mask)) for one in mini_batch),
+            "num_tokens": sum(len(batch.token_ids) for batch in counted),
+            "num_loss_tokens": sum(int(np.count_nonzero(batch.loss_mask)) for batch in counted),
         }
         passes = len(mini_batch) / current.num_micro_batches
         return sums.reduce(self._optimizers[""].grad_sq_sum(), counts) | {"passes": passes}
@@ -405,5 +406,5 @@ class PolicyTrainer:
 
 def _loss_tokens(micro_batches: Sequence[MicroBatch], updates: Sequence[tuple[int, int]]) -> list[float]:
     """Of each update, over all ranks. Collective."""
-    of_batches = [int(np.count_nonzero(batch.loss_mask)) for batch in micro_batches]
+    of_batches = [0 if batch.is_copy else int(np.count_nonzero(batch.loss_mask)) for batch in micro_batches]
     return sum_over_ranks([float(sum(of_batches[start:stop])) for start, stop in updates])

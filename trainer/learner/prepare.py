@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
     from trainer.learner.critic import Critic, ValueSums, ValueTargets
-    from trainer.learner.model import ParallelContext
+    from trainer.learner.parallel import ParallelContext
     from trainer.learner.step_stats import PhaseTimer
 
 
@@ -87,7 +87,10 @@ def build_reference(cfg: RunConfig, built: BuiltPolicy, context: ParallelContext
     model = PolicyModel(meta.hf, cfg, device=context.device, num_tokens=vocab_size(built.policy.hf))
     layout = shard_and_load(model, meta, cfg, context=context, cpu_offload=cfg.learner.reference_cpu_offload)
     return Reference(
-        BuiltPolicy(policy=model, layout=layout, source_dir=meta.source_dir, device=context.device), key=key
+        BuiltPolicy(
+            policy=model, layout=layout, source_dir=meta.source_dir, device=context.device, group=context.group
+        ),
+        key=key,
     )
 
 
@@ -193,6 +196,8 @@ def reward_advantages(
     penalties_N = np.zeros(sum(sizes))
     for batch, rewards_T in zip(batches, rewards, strict=True):
         assert batch.token_rewards is not None and batch.response_index is not None
+        if batch.is_copy:
+            continue
         penalties_T = batch.token_rewards - rewards_T
         for response, (start, stop) in zip(batch.response_index, pairwise(batch.cu_seqlens.tolist()), strict=True):
             if response >= 0:
@@ -216,7 +221,8 @@ def normalized_over_ranks(values: Sequence[np.ndarray], batches: Sequence[MicroB
     As `advantages.reinforce_pp`, for values on different ranks: float64[T] of every micro-batch in and out, 0 outside
     `loss_mask`.
     """
-    own = np.concatenate([v[batch.loss_mask] for v, batch in zip(values, batches, strict=True)])
+    counted = [v[batch.loss_mask] for v, batch in zip(values, batches, strict=True) if not batch.is_copy]
+    own = np.concatenate([np.zeros(0), *counted])
     count, total, square = sum_over_ranks([own.size, own.sum(), (own**2).sum()])
     mean = total / max(1.0, count)
     # Two sums in one pass: advantages are near 0 and have 16 digits, so the difference loses none that matter.

@@ -74,11 +74,12 @@ class UpdateSums:
         self._sums = self._maxima = torch.zeros((), device=device)
 
     @torch.no_grad()
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add those of one micro-batch: 0-d tensors, of the same names every time."""
+    def add(self, values: Mapping[str, Tensor], *, is_copy: bool = False) -> None:
+        """Add those of one micro-batch: 0-d tensors, of the same names every time; of a copy only the names."""
         self._max_names = [name for name in values if name.endswith("_max")]
         self._names = [name for name in values if name not in self._max_names]
-        self._sums = self._sums + torch.stack([values[name] for name in self._names])
+        own = torch.stack([values[name] for name in self._names])
+        self._sums = self._sums + (torch.zeros_like(own) if is_copy else own)
         self._maxima = torch.maximum(self._maxima, torch.stack([values[name] for name in self._max_names]))
 
     def reduce(self, grad_sq_sum: Tensor, counts: Mapping[str, int]) -> dict[str, float]:

@@ -203,12 +203,14 @@ def diagnose(facts: RunFacts) -> Diagnosis:
 
 
 def splits_of(facts: RunFacts, learning_s: float, generation_s: float, *, fixed_s: float) -> tuple[DeviceSplit, ...]:
-    """Every division of all devices, fastest first; of equal ones, that nearest to today's. More ranks shorten
-    `learning_s` and not `fixed_s`, which the learner also needs."""
+    """Every division of all devices that keeps replicas and context groups whole, fastest first; of equal ones, that
+    nearest to today's. More ranks shorten `learning_s` and not `fixed_s`, which the learner also needs."""
     cfg, found = facts.cfg, list[DeviceSplit]()
     tp, overlaps = cfg.rollout.tensor_parallel_size, cfg.mode.max_staleness > 0 or cfg.mode.shares_devices
     for replicas in range(1, (facts.num_devices - 1) // tp + 1):
         ranks = facts.num_devices - replicas * tp
+        if ranks % cfg.learner.rank_multiple:
+            continue
         learning = learning_s * cfg.learner.num_ranks / ranks + fixed_s
         generation = generation_s * cfg.rollout.num_replicas / replicas
         step_s = max(learning, generation) if overlaps else learning + generation
@@ -427,7 +429,7 @@ def _about_devices(found: Diagnosis, facts: RunFacts) -> Recommendation:
     why = f"{side}, and no other division of {facts.num_devices} devices is much better: add "
     if learner_waits:
         return Recommendation(f"{why}replicas", {"rollout.num_replicas": num_replicas + 1})
-    return Recommendation(f"{why}learner devices", {"learner.num_ranks": num_ranks + 1})
+    return Recommendation(f"{why}learner devices", {"learner.num_ranks": num_ranks + facts.cfg.learner.rank_multiple})
 
 
 def _keys_of(split: DeviceSplit) -> dict[str, int | str]:

@@ -63,7 +63,7 @@ TOP_ROWS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What one rank trains in a step."""
+    """What one rank trains in a step, or the ranks that share its micro-batches."""
 
     micro_batch_tokens: int
     """0: as many as the learner finds room for."""
@@ -127,12 +127,13 @@ class Job:
             _set(data, key, yaml.safe_load(value))
         dtype = data.get("model", {}).get("compute_dtype", "float32" if self.device == "cpu" else "bfloat16")
         prompt = min(PROMPT_TOKENS, self.rows.shortest // 2)
+        num_sharing = data.get("learner", {}).get("context_parallel_size", 1)
         for key, value in {
             "model.path": str(model_dir),
             "model.random_weights": True,
             "model.compute_dtype": dtype,
             "learner.num_ranks": self.num_ranks,
-            "learner.max_tokens_per_micro_batch": self.rows.micro_batch_tokens or "auto",
+            "learner.max_tokens_per_micro_batch": -(-self.rows.micro_batch_tokens // num_sharing) or "auto",
             "task.max_prompt_tokens": prompt,
             "rollout.max_response_tokens": self.rows.longest - prompt,
         }.items():
@@ -262,8 +263,9 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
     began = time.perf_counter()
     learner = PolicyTrainer(cfg, device=device, backend=backend)
     tokens = fit_micro_batch(learner, cfg, backend, arena_bytes=0, earlier=None)
-    rows = replace(job.rows, micro_batch_tokens=tokens)
-    batches = rows.of_rank(rank, vocab_size=architecture(job.shape).vocab)
+    num_sharing = cfg.learner.context_parallel_size
+    rows = replace(job.rows, micro_batch_tokens=tokens * num_sharing)
+    batches = rows.of_rank(rank // num_sharing, vocab_size=architecture(job.shape).vocab)
     memory = None if device.type == "cpu" else torch.get_device_module(device)
     if memory is not None:
         memory.reset_peak_memory_stats()
@@ -307,9 +309,9 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
         "tokens_per_step": num_tokens,
         "sequences_per_step": sum(len(batch.cu_seqlens) - 1 for batch in batches),
         "loss_tokens_per_step": sum(int(batch.loss_mask.sum()) for batch in batches),
-        "tokens_per_s_per_device": num_tokens / wall_s,
+        "tokens_per_s_per_device": num_tokens / num_sharing / wall_s,
         "model_flops": flops,
-        "mfu": None if flops is None or peak_flops is None else flops / peak_flops / wall_s,
+        "mfu": None if flops is None or peak_flops is None else flops / num_sharing / peak_flops / wall_s,
         "memory": {
             "peak_bytes": peak,
             "peak_reserved_bytes": reserved,

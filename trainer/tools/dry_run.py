@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rollout.worker.group_server import MAX_BYTES
-from trainer.config.describe import describe_critic, describe_objective, describe_rollout, describe_updates
+from trainer.config.describe import (
+    describe_critic,
+    describe_layout,
+    describe_objective,
+    describe_rollout,
+    describe_updates,
+)
 from trainer.config.schema import LoraConfig
 from trainer.driver.models import TEACHER
 from trainer.driver.placement import Node, assign_nodes, check_fits, kind_of, plan_placement, ranks_of
@@ -60,12 +66,13 @@ def format_plan(plan: RunPlan, cfg: RunConfig, *, placement: Sequence[str] = ())
 def _placement(plan: RunPlan, cfg: RunConfig, by_node: Sequence[str]) -> list[str]:
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
     shape, what = plan.shape, "processes on the CPU" if plan.device.is_shared else "devices"
+    layout = describe_layout(cfg.learner).partition(": ")[2]
     if plan.is_paired:
         what += " shared with the engines"
     adapters = f", of which {shape.num_adapter_params:,} in adapters are trained" if shape.num_adapter_params else ""
     return [
         "Placement",
-        f"  learner         {ranks} {what}, one FSDP2 rank each",
+        f"  learner         {ranks} {what}, one FSDP2 rank each" + (f" ({layout})" if layout else ""),
         f"  engines         {replicas} x {tp} = {replicas * tp} {'of the same devices' if plan.is_paired else what}",
         f"  rollout workers {cfg.rollout.num_workers} processes on the CPU",
         f"  device          {plan.device.name}: {gib(plan.device.total_bytes)}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.config.rules import longest_sequence
+from trainer.config.rules import longest_slice
 from trainer.learner.fit import MOST_TOKENS, TOKENS_ON_CPU, bounded, usable_bytes
 from trainer.learner.flops import logits_chunk, visited_params
 from trainer.learner.fsdp import UNSHARDED_SHARE
@@ -31,7 +31,8 @@ MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
 GATHERED_BLOCKS = 2
 MAX_WORKSPACE_BYTES = 2 * GIB
 WORKSPACE_SHARE = 1 / 16
-FEWER_TOKENS, SMALLER_CHUNK = "learner.max_tokens_per_micro_batch: fewer", "learner.logprob_chunk_size: fewer"
+FEWER_TOKENS = "learner.max_tokens_per_micro_batch: fewer, or learner.context_parallel_size: more"
+SMALLER_CHUNK = "learner.logprob_chunk_size: fewer"
 UNCOUNTED = ("quantization", "kv_cache_dtype", "kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_gb")
 """Engine arguments with effects on weights and cache that are not modelled here."""
 
@@ -208,7 +209,8 @@ def learner_items(
         nbytes = min(PIECE_BYTES, _share(cfg, trained * MASTER_BYTES))
         items.append(MemoryItem("masters on their way to an arena", nbytes, "a smaller model"))
     else:
-        hint = "learner.num_ranks: more ranks, or learner.cpu_offload=true"
+        more = "learner.num_ranks: more ranks" if cfg.learner.fsdp_size is None else "learner.fsdp_size: more ranks"
+        hint = f"{more}, or learner.cpu_offload=true"
         items += [
             MemoryItem("masters (float32)", _share(cfg, trained * MASTER_BYTES), hint, is_state=True),
             MemoryItem("moments (AdamW)", _share(cfg, trained * MOMENTS_BYTES), hint, is_state=True),
@@ -236,7 +238,7 @@ def planned_tokens(
     if given != "auto":
         return given
     if device.is_shared:
-        return max(longest_sequence(cfg), TOKENS_ON_CPU)
+        return max(longest_slice(cfg), TOKENS_ON_CPU)
     low, high = 1, MOST_TOKENS
     limit = usable_bytes(cfg, device.total_bytes)
     while low < high:
@@ -276,7 +278,8 @@ def host_items(cfg: RunConfig, shape: ModelShape, reference: ModelShape | None, 
 def arena_bytes(cfg: RunConfig, shape: ModelShape) -> int:
     """Of one rank."""
     published = shape.num_trained_params * DTYPE_BYTES[cfg.model.rollout_dtype]
-    return cfg.weight_sync.num_slots * _share(cfg, published)
+    # Replicas of a shard divide what they send.
+    return cfg.weight_sync.num_slots * -(-published // cfg.learner.num_ranks)
 
 
 Kept = Literal["all", "fused", "products"]
@@ -284,14 +287,17 @@ Kept = Literal["all", "fused", "products"]
 matrix products and attention."""
 
 
-def activation_bytes_per_block(shape: ModelShape, *, num_tokens: int, compute_bytes: int, kept: Kept = "all") -> int:
+def activation_bytes_per_block(
+    shape: ModelShape, *, num_tokens: int, compute_bytes: int, kept: Kept = "all", exchanges: bool = False
+) -> int:
     """What the backward of one block needs from its forward, with attention that keeps no scores.
 
     Per token, with b bytes a number: two norms (input in float32, normalised input and result in b); queries, keys and
-    values after the rotation; the output of attention; gate, up, activation and product of the MLP.
+    values after the rotation; the output of attention; gate, up, activation and product of the MLP. With context
+    parallelism, which `exchanges` tokens for heads, attention has copies of its own.
     """
     b, e, inner = compute_bytes, shape.hidden_size, shape.intermediate_size
-    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * (1 + exchanges)
     match kept:
         case "all":
             numbers = b * (attention + 4 * inner) + 2 * e * (4 + 2 * b)
@@ -320,7 +326,8 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
     is_compiled = learner.compile is True or (learner.compile == "auto" and not device.is_shared)
 
     def block(kept: Kept) -> int:
-        return activation_bytes_per_block(shape, num_tokens=num_tokens, compute_bytes=b, kept=kept)
+        exchanges = learner.context_parallel_size > 1
+        return activation_bytes_per_block(shape, num_tokens=num_tokens, compute_bytes=b, kept=kept, exchanges=exchanges)
 
     whole: Kept = "fused" if is_compiled else "all"
     match learner.activation_checkpointing:
@@ -370,8 +377,8 @@ def _logits_bytes(cfg: RunConfig, shape: ModelShape, *, is_trained: bool) -> int
 
 
 def _share(cfg: RunConfig, nbytes: int) -> int:
-    """Of one rank."""
-    return -(-nbytes // cfg.learner.num_ranks)
+    """Of one shard."""
+    return -(-nbytes // cfg.learner.num_shards)
 
 
 def _compute_share(cfg: RunConfig, num_params: int) -> int:

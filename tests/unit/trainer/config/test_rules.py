@@ -117,6 +117,12 @@ learner.num_ranks=256 ->
 learner.num_mini_batches=4 learner.num_ranks=64 ->
 learner.num_mini_batches=4 learner.num_ranks=65 -> learner.num_ranks
 learner.num_mini_batches=5 -> learner.num_mini_batches
+learner.num_ranks=512 learner.context_parallel_size=2 ->
+learner.num_ranks=6 learner.fsdp_size=4 -> learner.fsdp_size
+learner.num_ranks=6 learner.context_parallel_size=4 -> learner.context_parallel_size
+learner.num_ranks=8 learner.fsdp_size=4 learner.context_parallel_size=8 ->
+learner.context_parallel_size=2 learner.max_tokens_per_micro_batch=767 -> learner.max_tokens_per_micro_batch
+learner.context_parallel_size=2 learner.max_tokens_per_micro_batch=768 ->
 learner.min_lr_ratio=0.1 -> learner.min_lr_ratio
 COSINE learner.warmup_steps=60 critic.warmup_steps=30 a.advantage_estimator=gae ->
 COSINE learner.warmup_steps=70 critic.warmup_steps=30 a.advantage_estimator=gae -> learner.warmup_steps

@@ -127,6 +127,8 @@ def test_key_value_heads_are_split_evenly_or_copied_evenly(here: Path, kv_heads:
         cfg = load_config([model_directory(here / "model", **described)])
         sizes = (replace(cfg, rollout=replace(cfg.rollout, tensor_parallel_size=size)) for size in range(1, 29))
         assert [one.rollout.tensor_parallel_size for one in sizes if not file_problems(one)] == fitting
+        shared = (replace(cfg, learner=replace(cfg.learner, context_parallel_size=size)) for size in range(1, 29))
+        assert [one.learner.context_parallel_size for one in shared if not file_problems(one)] == fitting
 
 
 @pytest.mark.parametrize(
@@ -151,6 +153,8 @@ def test_critic_and_teacher_count_where_they_are_used_and_engines_do_not_have_th
     teacher = ["algorithm.kl.coef=0.1", "algorithm.kl.reference_model=./good", "task.max_prompt_tokens=60"]
     assert unusable(*teacher, "rollout.max_response_tokens=41") == ["rollout.max_response_tokens"]
     assert unusable(*teacher, "rollout.max_response_tokens=40", "rollout.tensor_parallel_size=2") == []
+    refused = unusable(*teacher, "rollout.max_response_tokens=40", "learner.context_parallel_size=2")
+    assert refused == ["learner.context_parallel_size"], "learners have it"
     assert unusable(*teacher, "algorithm.kl.reference_model=builtin:large") == ["algorithm.kl.reference_model"]
 
 

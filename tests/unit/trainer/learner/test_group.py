@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
+from tests.fakes.learner import without_loss
 from tests.fakes.local_actor import Ref
 from tests.fakes.ports import free_port
 from trainer.data.batch import TrainBatch
@@ -121,6 +122,17 @@ async def test_a_failed_call_or_a_silent_or_dead_rank_breaks_the_group_and_a_ref
 async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:
     with pytest.raises(LearnerError, match="split for 2 ranks, the group has 1"):
         await LearnerGroup([HandActor()], timeout_s=1.0).train_step(EMPTY, version=2)
+
+
+async def test_neighbouring_ranks_share_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.learner.group.ray.put", lambda part: part)
+    parts = ((without_loss(),), (without_loss(), without_loss()))
+    actors = [HandActor(train_step=StepResult(step=3, metrics={}, seconds={})) for _ in range(4)]
+    group = LearnerGroup(actors, timeout_s=1.0, context_parallel_size=2)
+    await group.train_step(replace(EMPTY, micro_batches=parts), version=2)
+    assert [actor.calls[0][1][0] for actor in actors] == [parts[0], parts[0], parts[1], parts[1]]
+    with pytest.raises(LearnerError, match="split for 1 ranks, the group has 4, of which 2 share a micro-batch"):
+        await group.train_step(replace(EMPTY, micro_batches=parts[:1]), version=2)
 
 
 @pytest.mark.parametrize(("peaks", "peak"), [((1e12, 3e12), 4e12), ((1e12, None), None), ((None, None), None)])

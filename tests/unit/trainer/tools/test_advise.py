@@ -221,6 +221,11 @@ def test_every_split_uses_all_devices_and_the_fastest_is_first() -> None:
     slow = {(r, k): max(5.0 * 3 / r + 1.0, 4.0 * 2 / k) for r, k in ((5, 1), (3, 2), (1, 3))}
     assert {(s.num_ranks, s.num_replicas): s.step_s for s in splits} == pytest.approx(slow)
     assert [s.step_s for s in splits] == sorted(s.step_s for s in splits)
+    for keys in ({"fsdp_size": 3}, {"context_parallel_size": 3}):
+        of_three = facts_of(
+            [], learner={"num_ranks": 3, **keys}, rollout={"num_replicas": 2, "tensor_parallel_size": 2}
+        )
+        assert [s.num_ranks for s in splits_of(of_three, 5.0, 4.0, fixed_s=1.0)] == [3]
     # Engines that serve evaluations while the learner waits are not counted twice.
     serving = judged(busy_elsewhere(5, 4, 10, staleness=0, idle_s=4.0), **S_0)[0].splits
     assert next(s for s in serving if s.num_ranks == 4).step_s == pytest.approx(5 + 4 + 10)

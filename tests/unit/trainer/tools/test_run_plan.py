@@ -150,6 +150,11 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
         "host: the learner, while engines compute": 12 * NUM_7B // 4}),
     "adapters alone are trained and published": ({}, {"policy": ADAPTED}, {
         "masters (float32)": ADAPTED.num_adapter_params, "frozen weights": 2 * NUM_7B // 4, "unsharded gradients": 0}),
+    "replicas share what they send, not what they hold": ({"learner": {"fsdp_size": 2}}, {}, {
+        "masters (float32)": 2 * NUM_7B, "moments (AdamW)": 4 * NUM_7B, "arenas of weight sync (2 slots)": NUM_7B}),
+    "ranks that share a micro-batch have as many tokens each": (
+        {"learner": {"context_parallel_size": 4, "activation_checkpointing": False}}, {}, {
+        "masters (float32)": NUM_7B, "activations": 28 * (FUSED + TOKENS * 2 * (2 * 28 + 2 * 4) * 128)}),
     # The learner computes with its models in turn, so the largest counts.
     "a smaller critic computes in the memory of the policy": ({}, {"critic": "0.5B"}, {
         "unsharded weights": GATHERED["7B"], "unsharded weights, critic": None}),

@@ -1,0 +1,221 @@
+"""Replicas (HSDP) and context parallelism on four real ranks (processes with gloo): whatever the layout, a step, its
+metrics and its checkpoint are those of one rank."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.fakes.learner import (
+    RankPool,
+    gradients,
+    logprobs,
+    make_learner,
+    pack,
+    process_group,
+    save_tiny,
+    with_lora,
+)
+from tests.fakes.patience import PATIENT_TEST_S
+from tests.fakes.rewarded import all_weights, config, rewarded
+from trainer.config.algorithm import ClampConfig, CorrectionConfig, RejectConfig
+from trainer.learner.checkpoint import begin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from trainer.config.schema import RunConfig
+    from trainer.data.batch import MicroBatch
+    from trainer.learner.policy import PolicyTrainer
+
+pytestmark = [pytest.mark.timeout(PATIENT_TEST_S), pytest.mark.usefixtures("one_rank")]
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "2 replicas of 2 shards": {"fsdp_size": 2},
+    "4 replicas": {"fsdp_size": 1},
+    "2 micro-batches of 2 ranks": {"context_parallel_size": 2},
+    "one micro-batch, more ranks than key-value heads": {"context_parallel_size": 4, "fsdp_size": 2},
+}
+IN_REWARD = {"coef": 0.3, "apply_to": "reward"}
+DECOUPLED = CorrectionConfig(
+    objective="decoupled", clamp=ClampConfig(upper=1.5), reject=RejectConfig(metric="k2", upper=0.8)
+)
+JOBS: dict[str, dict[str, Any]] = {
+    "gspo": {"advantage_estimator": "grpo", "loss": "gspo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
+    "gmpo with entropy bonus": {
+        "advantage_estimator": "reinforce_pp", "loss": "gmpo", "clip_ratio_low": 0.4, "clip_ratio_high": 0.4,
+        "entropy_coef": 0.3,
+    },
+    "decoupled with rejection": {"advantage_estimator": "grpo", "correction": DECOUPLED},
+    "critic, KL in the reward": {
+        "critic": {"updates_per_step": 2, "value_clip": 0.1}, "kl": IN_REWARD, "whiten_advantages": True,
+    },
+    "shared critic": {"critic": {"shared_backbone": True}, "kl": {"coef": 0.3, "apply_to": "loss"}},
+    "grpo, KL in the reward": {"advantage_estimator": "grpo", "kl": IN_REWARD},
+    "sliding window": {"advantage_estimator": "grpo"},
+    "adapters": {"advantage_estimator": "grpo", "kl": {"coef": 0.3, "apply_to": "loss"}},
+}  # fmt: skip
+RESUMED = "critic, KL in the reward"
+JOBS_OF = {
+    "2 replicas of 2 shards": [RESUMED, "adapters"],
+    "4 replicas": [RESUMED],
+    "2 micro-batches of 2 ranks": [*JOBS],
+    "one micro-batch, more ranks than key-value heads": ["gspo", RESUMED, "sliding window"],
+}
+"""Replicas change where gradients are added up, a context group what a rank computes."""
+CASES = [(layout, job) for layout, jobs in JOBS_OF.items() for job in jobs]
+STEPS = 2
+
+
+def _config(directory: Path, job: str, **learner: Any) -> RunConfig:
+    cfg = config(directory / ("mistral" if job == "sliding window" else "qwen3"), **JOBS[job])
+    if job == "adapters":
+        cfg = with_lora(cfg)
+    # A norm that is clipped to: it must count every shard once.
+    return replace(cfg, learner=replace(cfg.learner, num_ranks=dist.get_world_size(), max_grad_norm=0.05, **learner))
+
+
+def _share(cfg: RunConfig, parts: list[MicroBatch]) -> list[MicroBatch]:
+    """Two micro-batches of this rank, the first of one sequence, whose tokens are fewer than ranks or no multiple."""
+    groups = cfg.learner.num_batches
+    if groups == dist.get_world_size() == 1:
+        return [pack(parts)]
+    mine = parts[dist.get_rank() // cfg.learner.context_parallel_size :: groups]
+    return [pack(mine[:1]), pack(mine[1:])]
+
+
+def _train(learner: PolicyTrainer, cfg: RunConfig, first: int, num_steps: int) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for step in range(first, first + num_steps):
+        parts, of_step = rewarded(8, seed=step)
+        found = learner.train_step(_share(cfg, _with_advantages(parts)), step=step, **of_step).metrics
+        metrics = {name: metric.mean for name, metric in found.items()}
+    return metrics
+
+
+def _with_advantages(parts: list[MicroBatch]) -> list[MicroBatch]:
+    """For the jobs whose advantages are final."""
+    return [
+        replace(part, advantages=(part.loss_mask * (-1.0) ** index).astype("float32"))
+        for index, part in enumerate(parts)
+    ]
+
+
+def _work(directory: Path, job: str, layout: str = "") -> dict[str, Any]:
+    cfg = _config(directory, job, **LAYOUTS.get(layout, {}))
+    learner = make_learner(cfg)
+    parts, of_step = rewarded(8, seed=99)
+    parts = _with_advantages(parts)
+    found: dict[str, Any] = {
+        "gradients": gradients(learner, _share(cfg, parts), **of_step),
+        "logprobs": logprobs(learner, pack(parts)),
+        "metrics": _train(learner, cfg, 0, STEPS),
+        "weights": all_weights(learner),
+    }
+    path = directory / f"{job} {layout}".replace(",", "") / f"step_{STEPS}.tmp"
+    if dist.get_rank() == 0:
+        begin(path.parent, STEPS)
+    dist.barrier()
+    learner.save(path, step=STEPS)
+    if job == "sliding window":
+        learner.export_hf(path.parent / "export")
+    _train(learner, cfg, STEPS, 1)
+    return found | {"path": path, "later": all_weights(learner)}
+
+
+def _continued(directory: Path, job: str, path: Path, layout: str = "") -> dict[str, torch.Tensor]:
+    cfg = _config(directory, job, **LAYOUTS.get(layout, {}))
+    learner = make_learner(cfg)
+    assert learner.load(path) == STEPS
+    _train(learner, cfg, STEPS, 1)
+    return all_weights(learner)
+
+
+def _on(layout: str, directory: Path) -> dict[str, Any]:
+    return {job: _work(directory, job, layout) for job in JOBS_OF[layout]}
+
+
+def _after(layout: str, path: Path, directory: Path) -> dict[str, torch.Tensor]:
+    return _continued(directory, RESUMED, path, layout)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parallel")
+    save_tiny(path / "qwen3", "qwen3")
+    save_tiny(path / "mistral", "mistral")
+    return path
+
+
+@pytest.fixture(scope="module")
+def four(directory: Path) -> Iterator[list[dict[str, Any]]]:
+    """Of every rank: each job on each layout, and "resumed": what came of the checkpoint of the layout before it."""
+    pool = RankPool(directory, world_size=4)
+    found = {layout: pool.run(functools.partial(_on, layout), directory) for layout in LAYOUTS}
+    paths = {layout: ranks[0][RESUMED]["path"] for layout, ranks in found.items()}
+    before = dict(zip(LAYOUTS, [*[*LAYOUTS][-1:], *LAYOUTS], strict=False))
+    resumed = {
+        layout: pool.run(functools.partial(_after, layout, paths[before[layout]]), directory) for layout in LAYOUTS
+    }
+    yield [
+        {layout: found[layout][rank] for layout in LAYOUTS}
+        | {"resumed": {layout: resumed[layout][rank] for layout in LAYOUTS}}
+        for rank in range(4)
+    ]
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def one_rank(directory: Path, four: list[dict[str, Any]]) -> Iterator[None]:
+    """This process as the only rank. The other ranks are started before it."""
+    del four
+    with process_group(directory / "store_of_one"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def one(directory: Path, one_rank: None) -> dict[str, Any]:
+    del one_rank
+    return {job: _work(directory, job) for job in JOBS}
+
+
+def _assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, rtol: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (got[name] - tensor).norm() / tensor.norm().clamp_min(1e-6)
+        assert error <= rtol, f"{name}: relative error {error}"
+
+
+@pytest.mark.parametrize(("layout", "job"), CASES)
+def test_a_step_is_that_of_one_rank(layout: str, job: str, one: dict[str, Any], four: list[dict[str, Any]]) -> None:
+    expected = one[job]
+    for rank in four:
+        got = rank[layout][job]
+        _assert_close(got["gradients"], expected["gradients"], rtol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(got["logprobs"]), torch.from_numpy(expected["logprobs"]))
+        assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, abs=1e-6)
+        assert got["metrics"] == four[0][layout][job]["metrics"], "equal on every rank"
+        _assert_close(got["later"], expected["later"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_continues_on_another_layout_and_on_one_rank(
+    layout: str, directory: Path, four: list[dict[str, Any]]
+) -> None:
+    for rank in four:
+        _assert_close(rank["resumed"][layout], rank[layout][RESUMED]["later"], rtol=1e-4)  # all began with equal bits
+    of_layout = four[0][layout][RESUMED]
+    _assert_close(_continued(directory, RESUMED, of_layout["path"]), of_layout["later"], rtol=1e-4)
+
+
+def test_an_export_has_the_weights_of_all_ranks(four: list[dict[str, Any]]) -> None:
+    found = four[0]["2 micro-batches of 2 ranks"]["sliding window"]
+    model = AutoModelForCausalLM.from_pretrained(found["path"].parent / "export")
+    assert all(found["weights"][name].equal(param) for name, param in model.named_parameters())
