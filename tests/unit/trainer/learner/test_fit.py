@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -83,6 +84,8 @@ def test_what_does_not_fit_is_halved_once_and_said(caplog: pytest.LogCaptureFixt
 
 class Learner:
     """Rehearses on a device of 100,000 bytes, of which a token takes 10."""
+
+    layout = SimpleNamespace(shares_prefix=False)
 
     def __init__(self) -> None:
         self.rehearsed: list[int] = []
