@@ -51,7 +51,7 @@ class GroupRewards:
     lengths_G: npt.NDArray[np.int64]
     """int64[G]: generated tokens."""
     parts_G: Mapping[str, FloatArray] = field(default_factory=dict[str, FloatArray])
-    """Name -> float64[G]: the named parts of the rewards, before shaping."""
+    """Name -> float64[G]: the named parts of the rewards, before shaping; 0 where a response lacks one."""
     baseline: float | None = None
     """Reward of the greedy response, after shaping; None unless the estimator takes it."""
 
@@ -253,20 +253,20 @@ def gdpo(groups: Sequence[GroupRewards], *, gdpo_weights: Mapping[str, float]) -
 
     GDPO (Liu et al. 2026, arXiv:2601.05242): the sum of normalised parts tells apart responses that GRPO's normalised
     sum would value alike. Over the step a response counts once, whatever its length; mean and unbiased standard
-    deviation, and a step of a single response gives 0.
+    deviation, and a step of a single response gives 0. A part that a response lacks counts as 0.
 
     Args:
         gdpo_weights: name -> factor; empty takes every part once. With names, the other parts are left out.
 
     Raises:
-        ValueError: there are no parts, groups have different ones, or a weighted one is missing.
+        ValueError: there are no parts, or no response of the step has a weighted one.
     """
     names = _part_names([g.parts_G for g in groups], gdpo_weights)
     sums: list[FloatArray] = []
     for group in groups:
         sum_G = np.zeros_like(group.rewards_G)
         for name in names:
-            part_G = group.parts_G[name]
+            part_G = group.parts_G.get(name, np.zeros_like(sum_G))
             sum_G += gdpo_weights.get(name, 1.0) * _over_std(_centred(part_G), part_G)
         sums.append(sum_G)
     joined_N = np.concatenate(sums)
@@ -275,13 +275,7 @@ def gdpo(groups: Sequence[GroupRewards], *, gdpo_weights: Mapping[str, float]) -
 
 
 def _part_names(parts: Sequence[Mapping[str, FloatArray]], weights: Mapping[str, float]) -> Sequence[str]:
-    found = sorted(parts[0])
-    for parts_G in parts:
-        if sorted(parts_G) != found:
-            raise ValueError(
-                f"advantage 'gdpo' needs the same reward parts for every response, got {found} and {sorted(parts_G)}; "
-                "let the reward function return every part for every response"
-            )
+    found = sorted({name for parts_G in parts for name in parts_G})
     if not found:
         raise ValueError(
             "advantage 'gdpo' normalises the named parts of the reward, got none; let the reward function return a "
@@ -289,8 +283,8 @@ def _part_names(parts: Sequence[Mapping[str, FloatArray]], weights: Mapping[str,
         )
     if missing := sorted(set(weights) - set(found)):
         raise ValueError(
-            f"algorithm.gdpo_weights names the parts {missing}, which the reward function does not return; "
-            f"it returns {found}"
+            f"algorithm.gdpo_weights names the parts {missing}, which no response of the step has; "
+            f"the reward function returns {found}"
         )
     return sorted(weights) if weights else found
 

@@ -325,7 +325,8 @@ class AlgorithmConfig:
     whiten_advantages: Bool = True
     """GAE: normalise the advantages of all loss tokens of the step to mean 0 and standard deviation 1."""
     gdpo_weights: dict[Name, Number] = Field(default_factory=dict)
-    """GDPO: weight per named part of the reward; empty takes all parts with weight 1, else only these."""
+    """GDPO: weight per named part of the reward; empty takes all parts with weight 1, else only these. A part that a
+    response lacks counts as 0."""
     loss: LossName | DottedPath = "ppo_clip"
     """Policy loss: clipped surrogate (PPO, DAPO), plain policy gradient (reinforce), the same with the ratio
     (importance_sampling), ratio of the sequence (gspo, gmpo), clipped weight (cispo), soft gate (sapo), covariance

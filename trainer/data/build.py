@@ -159,7 +159,7 @@ def build_samples(
 
     Raises:
         ValueError: a trajectory breaks the contract: no prompt tokens, or a sampled token without a log-probability; or
-            the estimator takes parts of the reward, and responses have none or different ones.
+            the estimator takes parts of the reward, and no response of the step has any.
     """
 
     def outcome(trajectory: Trajectory) -> float:
@@ -243,14 +243,9 @@ def _token_rewards(trajectory: Trajectory, outcome: float) -> np.ndarray:
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
-    names = sorted(trajectories[0].reward_parts)
-    for trajectory in trajectories:
-        if sorted(trajectory.reward_parts) != names:
-            raise ValueError(
-                f"{_name(trajectory)} has the reward parts {sorted(trajectory.reward_parts)} and trajectory "
-                f"{trajectories[0].sample_index} {names}; the reward function must return every part for every response"
-            )
-    return {n: np.array([t.reward_parts[n] for t in trajectories], np.float64) for n in names}
+    """Of every response; 0 where it lacks one that another has: it did not earn that part."""
+    names = sorted({name for trajectory in trajectories for name in trajectory.reward_parts})
+    return {n: np.array([t.reward_parts.get(n, 0.0) for t in trajectories], np.float64) for n in names}
 
 
 def _samples(

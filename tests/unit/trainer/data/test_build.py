@@ -321,11 +321,19 @@ def test_overlong_shaping_is_part_of_the_reward_also_of_the_whole_step_and_of_a_
     assert last_advantages(build(replace(long), advantage_estimator="remax", **shaped)) == [1.0 - (0.0 - 1.0)]
 
 
-def test_reward_parts_must_be_the_same_for_every_response_where_they_are_read() -> None:
-    odd = make_group([make_trajectory(0, reward_parts={"a": 1.0}), make_trajectory(1)])
-    with pytest.raises(ValueError, match=r"trajectory 1 of prompt 'train/0' has the reward parts \[\]"):
-        build(odd, advantage_estimator="gdpo")
-    assert last_advantages(build(odd, **CENTRED)) == [-0.5, 0.5]
+def test_a_reward_part_that_a_response_lacks_counts_as_zero() -> None:
+    def advantages_of(*parts: dict[str, float]) -> list[float]:
+        groups = [
+            make_group([make_trajectory(i, reward_parts=one) for i, one in enumerate(parts[at : at + 2])], group_id=at)
+            for at in (0, 2)
+        ]
+        return last_advantages(build(*groups, advantage_estimator="gdpo"))
+
+    written_out = advantages_of({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 2.0}, {"a": 0.0, "b": 0.0})
+    assert advantages_of({"a": 1.0}, {}, {"b": 2.0}, {"a": 0.0}) == written_out
+    assert written_out[0] > 0 > written_out[1]
+    with pytest.raises(ValueError, match="named parts of the reward, got none"):
+        advantages_of({}, {}, {}, {})
 
 
 # Rewards of turns, and greedy baselines
@@ -497,3 +505,47 @@ def test_a_fraction_of_the_tokens_of_the_whole_step_is_selected(loss: dict[str, 
     selected = sum(int(m.cov_selected.sum()) for m in micro_batches(batch) if m.cov_selected is not None)
     assert selected == int(0.1 * batch.num_loss_tokens) > 0
     assert all(m.cov_selected is None for m in micro_batches(build(*groups)))
+
+
+# Responses that timed out
+
+TIME_LIMIT = 2500
+
+
+def what_timeouts_do(on_timeout: str, *, long_is_right: float) -> tuple[float, float]:
+    """Of a policy whose responses are long half of the time: a lognormal number of tokens with a median of 2,000, of
+    which 39% come too late, where short ones have 200 and are right in 30% of all cases. (Share of long ones among the
+    trained, mean push of their advantages towards long ones.)"""
+    rng, size = np.random.default_rng(0), (2000, 8)
+    is_long = rng.random(size) < 0.5
+    is_right = rng.random(size) < np.where(is_long, long_is_right, 0.3)
+    is_late = is_long & (rng.lognormal(np.log(2000), 0.8, size) > TIME_LIMIT) & (on_timeout != "no limit")
+    is_kept = ~(is_late & (on_timeout == "drop"))
+    rewards = np.where(is_late, 0.0, is_right)  # one that was cut has no answer yet, so scoring it gives 0, too
+    groups = [
+        make_group(
+            [
+                make_trajectory(i, num_tokens=1, reward=float(reward), status="completed" if kept else "failed")
+                for i, (reward, kept) in enumerate(zip(*of_group, strict=True))
+            ],
+            group_id=group,
+        )
+        for group, of_group in enumerate(zip(rewards, is_kept, strict=True))
+    ]
+    is_trained = is_kept & (is_kept.sum(axis=1, keepdims=True) > 1)
+    long_ones = is_long[is_trained]
+    pushes = (long_ones - 0.5) * np.array(last_advantages(build(*groups, max_tokens=10**6, **CENTRED)))
+    return float(long_ones.mean()), float(pushes.mean())
+
+
+@pytest.mark.parametrize(
+    ("on_timeout", "share", "if_better", "if_equal"),
+    [("no limit", 0.50, 0.066, 0.0), ("drop", 0.38, 0.060, 0.0), ("zero", 0.50, 0.014, -0.025)],
+)
+def test_dropped_timeouts_hide_long_responses_and_scored_ones_teach_to_be_short(
+    on_timeout: str, share: float, if_better: float, if_equal: float
+) -> None:
+    """The figures of docs/agents.md, for long responses that are right in 60% of all cases, or in 30% as short ones."""
+    found = [what_timeouts_do(on_timeout, long_is_right=right) for right in (0.6, 0.3)]
+    assert [one[0] for one in found] == pytest.approx([share] * 2, abs=0.01)
+    assert [one[1] for one in found] == pytest.approx([if_better, if_equal], abs=0.006)  # of noise

@@ -83,6 +83,9 @@ def test_long_answers_make_no_rank_wait(num_ranks: int) -> None:
     by_cost = balance_frac(plan_micro_batches(lengths, costs=costs, **limits), costs)
     by_tokens = balance_frac(plan_micro_batches(lengths, **limits), costs)
     assert by_cost > 0.97
+    plan = plan_micro_batches(lengths, costs=costs, **limits)
+    num_fillers = sum(not members for rank in plan for members in rank)
+    assert 2 * num_fillers < 0.02 * sum(lengths), "tokens of micro-batches without a sample, all that is wasted"
     assert by_tokens < by_cost
 
 
