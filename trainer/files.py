@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -70,3 +71,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def appears(path: Path, *, timeout_s: float) -> bool:
+    """Whether the file is there within that time: a network file system shows what another host wrote a moment later.
+    Blocks."""
+    give_up = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.1)
+    return True

@@ -190,6 +190,7 @@ class Driver:
                 await model
             actors = compose.with_workers(cfg, checked.placement, actors)
             with start_phase(progress, tracer, "starting engines and learners"):
+                await actors.learner.check_directory(self._telemetry.run_dir.path)
                 await start_actors(cfg, actors, checked.resumed, tracer)
             with start_phase(progress, tracer, "opening weight sync"):
                 await coordinator.open()

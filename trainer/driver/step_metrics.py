@@ -84,6 +84,7 @@ class StepMetrics:
             "learner/num_sequences": batch.num_sequences,
             "learner/num_micro_batches": len(batch.micro_batches[0]),
             "learner/imbalance": 1 / batch.balance_frac,
+            **({} if result.time_imbalance is None else {"learner/time_imbalance": result.time_imbalance}),
             **_shared_tokens(batch),
             "perf/step_s": step_s,
             "perf/rollout_tokens_per_s": generated / step_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
 import time
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
-from trainer.errors import LearnerError
+from trainer.errors import CheckpointError, LearnerError
+from trainer.files import appears
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from weight_sync.publish.publisher import WeightPublisher
 
 
+DRIVER_MARK = "driver"
 Address = tuple[str, int]
 """Host and port where the ranks meet."""
 
@@ -51,6 +54,18 @@ def captured_warnings() -> Iterator[list[logging.LogRecord]]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
+
+
+def check_shared(folder: Path, *, rank: int, timeout_s: float = 10.0) -> None:
+    """Read what the driver wrote in `folder`, and write there. Raises CheckpointError if this host has another one, or
+    may not write."""
+    share = "the ranks of a learner save into one run_dir: put it on a file system that all nodes share"
+    if not appears(folder / DRIVER_MARK, timeout_s=timeout_s):
+        raise CheckpointError(f"{folder.parent} on {platform.node()} is not the driver's directory; {share}")
+    try:
+        (folder / f"rank_{rank}").touch()
+    except OSError as error:
+        raise CheckpointError(f"{folder.parent} cannot be written on {platform.node()} ({error}); {share}") from error
 
 
 class _LearnerState(NamedTuple):
@@ -200,6 +215,10 @@ class LearnerActor:
         return self._parts.learner.train_step(
             micro_batches, step=step, updates=updates, version=version, group_rewards=group_rewards
         )
+
+    def check_directory(self, folder: str) -> None:
+        """As `check_shared`. Also before `setup`."""
+        check_shared(Path(folder), rank=self._rank)
 
     def save(self, path: str, step: int) -> None:
         self._parts.learner.save(Path(path), step=step)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -18,12 +21,12 @@ from trainer.errors import (
     one_line,
     tells_its_cause,
 )
+from trainer.learner.actor import DRIVER_MARK
 from trainer.remote import ACTOR_OUTPUT, RemoteTimeout, call
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from trainer.data.batch import TrainBatch
     from trainer.learner.actor import OffloadReport, SetupReport
@@ -100,6 +103,16 @@ class LearnerGroup:
         self.shares_prefix = reports[0].shares_prefix
         return reports
 
+    async def check_directory(self, directory: Path) -> None:
+        """Whether all ranks see and may write what this process does in `directory`, which they save into. Also before
+        `setup`. Raises CheckpointError."""
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=".shared_", dir=directory))
+        try:
+            (folder / DRIVER_MARK).touch()
+            await self._all("check_directory", str(folder))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
     async def train_step(self, batch: TrainBatch, *, version: int) -> StepResult:
         """The updates of one step on policy `version`. A rank fetches only its own micro-batches from the object store.
 
@@ -124,6 +137,7 @@ class LearnerGroup:
         return replace(
             results[0],
             seconds=seconds,
+            time_imbalance=_time_imbalance(results),
             model_flops=_sum_if_known(result.model_flops for result in results),
             peak_flops=_sum_if_known(result.peak_flops for result in results),
         )
@@ -181,6 +195,11 @@ class LearnerGroup:
         finally:
             for call in calls:
                 call.cancel()
+
+
+def _time_imbalance(results: Sequence[StepResult]) -> float | None:
+    busy = [sum(result.seconds.get(phase, 0.0) for phase in ("forward", "backward")) for result in results]
+    return max(busy) * len(busy) / sum(busy) if len(busy) > 1 and sum(busy) > 0 else None
 
 
 def _sum_if_known(parts: Iterable[float | None]) -> float | None:

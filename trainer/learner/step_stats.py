@@ -43,6 +43,9 @@ class StepResult:
     """`reference` and `critic` (if there is one), `advantages` (where they are finished without a critic), `proximal`
     (where a correction needs those log-probs ahead), `forward`, `backward`, `optimizer` (reduction and clipping
     included) and `step`."""
+    time_imbalance: float | None = None
+    """Of a `LearnerGroup` of several ranks: seconds of forward and backward passes of the slowest one over the mean of
+    all. None of one rank, and where neither pass was made."""
     is_policy_changed: bool = True
     """Not where only the critic is trained, or every update was skipped."""
     model_flops: float | None = None

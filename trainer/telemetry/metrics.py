@@ -143,6 +143,9 @@ LEARNER: Rows = (
     ("learner/step_s", "s", "The whole optimizer step, without waiting for data and sync.", "<= perf/step_s"),
     ("learner/imbalance", "ratio", "Work of the slowest rank, micro-batch by micro-batch, over the mean of all ranks: "
      "operations as perf/mfu counts them, tokens where those are not known.", "< 1.03"),
+    ("learner/time_imbalance", "ratio", "Measured: forward and backward seconds of the slowest rank over the mean of "
+     "all ranks. Sharded ranks wait for each other inside these passes, so it shows a slow device or host rather than "
+     "uneven work, which learner/imbalance does. Absent with one rank.", "< 1.05"),
 )
 
 TRAINING: Rows = (

@@ -15,11 +15,11 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from tests.fakes.learner import without_loss
-from tests.fakes.local_actor import Ref
+from tests.fakes.local_actor import LocalActor, Ref
 from tests.fakes.ports import free_port
 from trainer.data.batch import TrainBatch
 from trainer.errors import CheckpointError, LearnerError, first_cause, one_line
-from trainer.learner.actor import SetupReport, captured_warnings
+from trainer.learner.actor import SetupReport, captured_warnings, check_shared
 from trainer.learner.flops import ModelFlops
 from trainer.learner.fsdp import open_store
 from trainer.learner.group import LearnerGroup
@@ -141,15 +141,44 @@ async def test_each_rank_gets_its_micro_batches_and_all_rewards_and_results_are_
 ) -> None:
     monkeypatch.setattr("trainer.learner.group.ray.put", lambda part: ("stored", part))
     results = [
-        StepResult(step=3, metrics={}, seconds={"step": seconds}, model_flops=flops, peak_flops=of_rank)
+        StepResult(
+            step=3,
+            metrics={},
+            seconds={"step": seconds, "forward": seconds / 4, "backward": seconds / 2},
+            model_flops=flops,
+            peak_flops=of_rank,
+        )
         for seconds, flops, of_rank in zip((1.0, 2.0), (2.0, 5.0), peaks, strict=True)
     ]
     actors = [HandActor(train_step=result) for result in results]
     batch = replace(EMPTY, updates=((0, 2), (2, 3)), group_rewards=())
     result = await LearnerGroup(actors, timeout_s=1.0).train_step(batch, version=2)
     assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, ((0, 2), (2, 3)), 2, ()))]] * 2
-    assert result.seconds == {"step": 2.0}, "of the slowest rank"
+    assert result.seconds == {"step": 2.0, "forward": 0.5, "backward": 1.0}, "of the slowest rank"
+    assert result.time_imbalance == 1.5 / 1.125, "of forward and backward: over the mean of all ranks"
     assert (result.model_flops, result.peak_flops) == (7.0, peak), "sums, known only if each is"
+
+
+class Node:
+    """A rank whose host has the given directory in place of the driver's."""
+
+    def __init__(self, rank: int, *, directory: Path) -> None:
+        self._rank, self._directory = rank, directory
+
+    async def check_directory(self, folder: str) -> None:
+        check_shared(self._directory / Path(folder).name, rank=self._rank, timeout_s=0.2)
+
+
+async def test_ranks_that_do_not_see_what_the_driver_writes_are_refused_before_they_train(tmp_path: Path) -> None:
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    for path in (shared, other):
+        path.mkdir()
+    ranks = [LocalActor(Node(0, directory=shared)), LocalActor(Node(1, directory=shared))]
+    await LearnerGroup(ranks, timeout_s=5.0).check_directory(shared)
+    ranks[1] = LocalActor(Node(1, directory=other))
+    with pytest.raises(CheckpointError, match=r"learner rank 1: .*other on .* is not the driver's directory; .* share"):
+        await LearnerGroup(ranks, timeout_s=5.0).check_directory(shared)
+    assert not [*shared.iterdir()], "nothing is left"
 
 
 def test_only_our_own_warnings_of_the_block_are_kept() -> None:
