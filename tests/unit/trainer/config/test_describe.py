@@ -18,8 +18,9 @@ from trainer.config.algorithm import (
     with_traits,
 )
 from trainer.config.compose import load_config
-from trainer.config.describe import describe_critic, describe_objective, describe_rollout
+from trainer.config.describe import describe_critic, describe_objective, describe_rollout, describe_updates
 from trainer.config.docs import configuration_markdown
+from trainer.config.schema import LearnerConfig
 
 
 @with_traits(EstimatorTraits(needs_peers=False, reward_to_go=True))
@@ -110,6 +111,11 @@ def test_every_number_in_force_is_described(keys: dict[str, Any], expected: str)
 )
 def test_how_the_critic_learns_is_described(critic: CriticConfig, expected: str) -> None:
     assert describe_critic(critic, policy_lr=1e-6) == f"critic: {expected}"
+
+
+def test_several_updates_per_batch_are_described() -> None:
+    learner = LearnerConfig(updates_per_batch=2, num_mini_batches=4)
+    assert describe_updates(learner) == "updates: 8 per batch, 2 pass(es) over 4 mini-batch(es)"
 
 
 ALL, GREEDY = "all requests at once", "evaluation on builtin:arithmetic: one greedy response per prompt, pass@1"

@@ -189,6 +189,8 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
     "those of a large one are not": (GAE, {**MEAN, "critic": "32B"}, {"passes": 4 + 4 * critic_share(LARGE)}),
     "and repeat with its updates": (
         {**GAE, "critic": {"updates_per_step": 2}}, {**MEAN, "critic": "32B"}, {"passes": 4 + 8 * critic_share(LARGE)}),
+    "a batch is visited as often as it is trained, its reference once": (
+        {**kl(), "learner": {"updates_per_batch": 3, "num_mini_batches": 2}}, MEAN, {"passes": 3 * 4 + 1}),
     "the greedy response is generated and not trained": (
         {"algorithm": {"advantage_estimator": "remax"}, "rollout": {"group_size": 16}}, MEAN, {
         "passes": 4, "num_responses": 17 * (RunConfig().mode.max_staleness + 1) * RunConfig().trainer.groups_per_step}),
