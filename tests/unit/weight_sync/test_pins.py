@@ -56,7 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Pin | Unpin]:
 async def test_a_rank_is_asked_for_one_pin_however_many_workers_read(commit: str, asked: list[Pin | Unpin]) -> None:
     async with opened(3, [LocalReplica(f"r{i}", 2) for i in range(3)], commit=commit) as world:
         await world.step(1)
-        await asyncio.sleep(0.1)  # an unpin is on its way
+        await assert_nothing_is_pinned(world)
         assert asked == [Pin(version=1, ttl_s=deadlines.PIN_TTL_S)] * 3 + [Unpin(version=1)] * 3
 
 
