@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import time
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -31,6 +33,7 @@ from tests.fakes.patience import PATIENT_S
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import LearnerConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from trainer.data.batch import MicroBatch
+from trainer.learner.fsdp import sharded_like
 from trainer.learner.model import check_packed, load_config
 from trainer.learner.packed_inputs import scatter_to_tokens
 from trainer.learner.policy import PolicyTrainer
@@ -40,8 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from trainer.learner.fsdp import ShardedAdamW
+    from trainer.learner.optimizer import ShardedOptimizer
 
+NEEDS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 VOCAB = 61
 TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -177,10 +181,10 @@ def gradients(
     """Whole gradients of policy and critic in one step, which is then not taken; of their first update only."""
     captured: dict[str, torch.Tensor] = {}
 
-    def capture(prefix: str, optimizer: ShardedAdamW, **_: float) -> None:
+    def capture(prefix: str, optimizer: ShardedOptimizer, **_: float) -> None:
         for slot in optimizer._slots:
-            assert slot.param.grad is not None, slot.name
-            captured[f"{prefix}{slot.name}"] = whole(slot.param.grad)
+            assert slot.grad is not None, slot.name
+            captured[f"{prefix}{slot.name}"] = whole(sharded_like(slot.param, slot.grad))
         optimizer.zero_grad()
 
     with contextlib.ExitStack() as patches:

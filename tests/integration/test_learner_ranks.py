@@ -4,6 +4,7 @@ references do not depend on the number of ranks, and a number that is not finite
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.fakes.learner import (
@@ -33,9 +36,11 @@ from tests.fakes.learner import (
 from tests.fakes.patience import PATIENT_TEST_S
 from tests.fakes.rewarded import all_weights, config, filler, rewarded
 from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, RejectConfig
+from trainer.config.schema import LearnerConfig
 from trainer.errors import CheckpointError, TrainingDiverged
-from trainer.learner import critic, prepare
-from trainer.learner.checkpoint import begin, commit, read_state
+from trainer.learner import critic, optimizer, prepare
+from trainer.learner.checkpoint import begin, commit, load_sharded, read_state, save_sharded
+from trainer.learner.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -340,6 +345,83 @@ def test_a_checkpoint_of_one_rank_continues_on_two(
         assert all(tensor.equal(rank[name]["weights"][n]) for n, tensor in one[name]["weights"].items())
         _assert_close(rank[name]["later"], one[name]["later"], rtol=1e-4)
         np.testing.assert_array_equal(rank[name]["reference"], one[name]["reference"])
+
+
+# Optimizers
+
+OPTIMIZERS = {
+    "adamw_bf16": {"optimizer": "adamw_bf16"},
+    "muon": {"optimizer": "muon"},
+    "bfloat16 masters": {"master_dtype": "bfloat16"},
+}
+if importlib.util.find_spec("torchao") is not None:
+    OPTIMIZERS["adamw_8bit"] = {"optimizer": "adamw_8bit"}
+SHAPES = {
+    "uneven": (37, 64),
+    "tall": (130, 32),
+    "short": (8, 64),
+    "one row": (1, 64),
+    "experts": (3, 32, 64),
+    "vector": (33,),
+}
+"""By rows; one rank has none of one of them."""
+
+
+def _optimizer(name: str) -> ShardedOptimizer:
+    """After three updates with gradients that do not depend on the number of ranks."""
+    generator, mesh = torch.Generator().manual_seed(0), init_device_mesh("cpu", (dist.get_world_size(),))
+    dtype = torch.bfloat16 if "master" in name else torch.float32
+
+    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
+        return distribute_tensor(torch.randn(shape, generator=generator).to(dtype), mesh, [Shard(0)])
+
+    params = {key: torch.nn.Parameter(drawn(shape)) for key, shape in SHAPES.items()}
+    learner = LearnerConfig(max_grad_norm=1e9, **OPTIMIZERS[name])
+    with patch.object(optimizer, "MIN_QUANTIZED", 1):
+        made = ShardedOptimizer(params, config=learner, matrices=["uneven", "tall", "short", "experts"])
+    for _ in range(3):
+        for slot in made._slots:
+            slot.param.grad = drawn(SHAPES[slot.name])
+            if dtype == torch.bfloat16:
+                slot.add_grad(slot.param)  # as FSDP2 does
+        made.step(lr=1e-2, grad_norm=0.0)
+    return made
+
+
+def _whole_state(made: ShardedOptimizer) -> dict[str, torch.Tensor]:
+    return {name: one.full_tensor().clone() for name, one in (made.weights() | made.state()).items()}  # type: ignore[attr-defined]
+
+
+def _optimizer_job(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name in OPTIMIZERS:
+        made, path = _optimizer(name), directory / name
+        found[name] = _whole_state(made)
+        path.mkdir(exist_ok=True)
+        save_sharded(path, {"": made}, step=3)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_optimizers(pool: RankPool, directory: Path) -> list[dict[str, dict[str, torch.Tensor]]]:
+    return pool.run(_optimizer_job, directory)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_two_ranks_fits_one_bit_for_bit(
+    name: str, directory: Path, two_optimizers: list[dict[str, dict[str, torch.Tensor]]]
+) -> None:
+    made, (expected, other) = _optimizer(name), [rank[name] for rank in two_optimizers]
+    own = _whole_state(made)
+    assert own.keys() == expected.keys() == other.keys()
+    if name in ("adamw_8bit", "muon"):  # the others draw, each shard its own
+        assert all(tensor.equal(own[key]) for key, tensor in expected.items())
+    for tensor in (*made.weights().values(), *made.state().values()):
+        tensor.to_local().zero_()  # type: ignore[attr-defined]
+    made.set_num_updates(0)
+    assert load_sharded(directory / name, {"": made}) == 3
+    assert made.num_updates == 3
+    assert all(tensor.equal(expected[key]) for key, tensor in _whole_state(made).items())
 
 
 # What is not finite on one rank

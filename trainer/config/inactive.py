@@ -161,6 +161,8 @@ INACTIVE: tuple[Inactive, ...] = (
     # Training, evaluation, and what is written.
     Inactive(["learner.min_lr_ratio"], lambda c: c.learner.lr_schedule == "constant",
         "learner.lr_schedule=constant never lowers the learning rate", ["learner.lr_schedule"]),
+    Inactive(["learner.decay_steps"], lambda c: c.learner.lr_schedule != "wsd",
+        "learner.lr_schedule={c.learner.lr_schedule} has no last steps of its own", ["learner.lr_schedule"]),
     Inactive(["task.eval_size"], lambda c: not c.task.eval_path, "task.eval_path is empty: nothing is evaluated",
         _EVAL_PATH),
     Inactive([f"trainer.eval_{name}" for name in _OF_EVALUATION], lambda c: not c.evaluates, "nothing is evaluated",

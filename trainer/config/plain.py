@@ -56,6 +56,8 @@ _NAMES_OF_OTHERS = {
     "task.max_prompt_tokens": "max_prompt_length prompt_max_len",
     "rollout.tensor_parallel_size": "tensor_model_parallel_size tp tp_size",
     "learner.lr": "learning_rate actor_learning_rate",
+    "learner.optimizer": "optim optimizer_type optimizer_name",
+    "learner.lr_schedule": "lr_scheduler_type lr_scheduler lr_decay_style",
     "learner.warmup_steps": "lr_warmup_steps warmup",
     "learner.max_grad_norm": "grad_clip clip_grad gradient_clipping",
     "learner.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",

@@ -507,10 +507,43 @@ def _training(c: RunConfig) -> Iterator[Problem]:
         )
         keys = ("trainer.total_steps", "learner.lr_schedule", "critic.warmup_steps")
         yield problem(c, "learner.warmup_steps", message, "lower it or raise trainer.total_steps", *keys)
+    last = learner.decay_steps
+    if last is not None and learner.warmup_steps + last > _policy_steps(c):
+        message = f"must be at most {_policy_steps(c) - learner.warmup_steps}, the steps after the warm-up"
+        keys = ("trainer.total_steps", "learner.warmup_steps", "critic.warmup_steps")
+        yield problem(c, "learner.decay_steps", message, "lower it or raise trainer.total_steps", *keys)
+    for name, group in learner.param_groups.items():
+        if not group.pattern:
+            hint = "name parameters of the model, such as *embed_tokens*, or leave the group out"
+            yield problem(c, f"learner.param_groups.{name}.pattern", "must not be empty", hint, value="")
+    yield from _optimizer(c)
     if every > 0 and c.checkpoint.keep_every % every > 0:
         message = f"must be a multiple of checkpoint.every_steps={every}: no other step is saved"
         hint = f"for example {max(1, c.checkpoint.keep_every // every) * every}"
         yield problem(c, "checkpoint.keep_every", message, hint, "checkpoint.every_steps")
+
+
+def _optimizer(c: RunConfig) -> Iterator[Problem]:
+    learner = c.learner
+    if learner.master_dtype == "bfloat16":
+        if c.model.compute_dtype != "bfloat16":
+            hint = "use model.compute_dtype=bfloat16, or learner.master_dtype=float32"
+            message = f"must be float32 with model.compute_dtype={c.model.compute_dtype}"
+            yield problem(c, "learner.master_dtype", message, hint, "model.compute_dtype")
+        if c.model.lora.rank:
+            message = "must be float32 with model.lora: the weights are frozen in model.compute_dtype already"
+            yield problem(c, "learner.master_dtype", message, "leave it at float32", "model.lora.rank")
+    if learner.optimizer == "muon" and c.model.lora.rank:
+        message = "must not be muon with model.lora: it orthogonalises updates of whole weight matrices"
+        yield problem(c, "learner.optimizer", message, "use adamw", "model.lora.rank")
+    for key in ("learner.cpu_offload", "critic.cpu_offload"):
+        if attrgetter(key)(c) and (learner.optimizer, learner.master_dtype) != ("adamw", "float32"):
+            message = (
+                f"must be false with learner.optimizer={learner.optimizer} and learner.master_dtype="
+                f"{learner.master_dtype}: it would run on the CPU, where only adamw in float32 is fast"
+            )
+            hint = "set it to false, or use learner.optimizer=adamw with learner.master_dtype=float32"
+            yield problem(c, key, message, hint, "learner.optimizer", "learner.master_dtype")
 
 
 def _evaluation(c: RunConfig) -> Iterator[Problem]:

@@ -78,6 +78,16 @@ class DeviceConfig:
 
 
 @section
+class ParamGroupConfig:
+    pattern: str = ""
+    """Names of parameters as in the model's checkpoint; `*` stands for any text: `*.mlp.*`, `*embed_tokens*`."""
+    lr_ratio: PositiveFloat = 1.0
+    """Their learning rate over `learner.lr`."""
+    weight_decay: NonNegativeFloat | None = None
+    """Their decay; null is `learner.weight_decay` for matrices, and none for norms and biases."""
+
+
+@section
 class LearnerConfig:
     num_ranks: PositiveInt = 2
     """Learner processes, one per device; one that has the room is not sharded."""
@@ -88,15 +98,27 @@ class LearnerConfig:
     """Ranks that share every micro-batch, for long contexts: each has a slice of its tokens, in attention a slice of
     the heads (Ulysses). Must divide `num_ranks` and the attention heads of every model."""
     lr: PositiveFloat = 1e-6
-    """Peak learning rate (AdamW)."""
-    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Schedule after the warm-up."""
+    """Peak learning rate."""
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"] = "adamw"
+    """`adamw` has two float32 moments, `adamw_bf16` and `adamw_8bit` (which needs torchao) smaller ones. `muon` makes
+    the updates of the matrices in the blocks orthogonal, and trains everything else with `adamw`.
+    [Which one](optimizers.md)."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the weights that are trained. bfloat16 takes half the memory, and is rounded stochastically.
+    Gradients add up in float32 in any case."""
+    param_groups: dict[Name, ParamGroupConfig] = Field(default_factory=dict)
+    """Parameters with a learning rate or weight decay of their own, by a name of your choice. The first group that fits
+    counts; one that fits no parameter is refused. Of the policy, not of a separate critic."""
+    lr_schedule: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Schedule after the warm-up. `wsd` stays at `lr`, then is linear over the last `decay_steps`."""
+    decay_steps: PositiveInt | None = None
+    """Last steps, of `lr_schedule=wsd`, that lower the learning rate; null is a tenth of all."""
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the end of a cosine or linear schedule, as a fraction of `lr`."""
+    """Learning rate at the end of a schedule other than constant, as a fraction of `lr`."""
     warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up."""
     weight_decay: NonNegativeFloat = 0.01
-    """AdamW weight decay (not on norms and biases)."""
+    """Weight decay, decoupled as in AdamW (not on norms and biases)."""
     beta1: Annotated[Float, Ge(0), Lt(1)] = 0.9
     """AdamW beta1."""
     beta2: Annotated[Float, Ge(0), Lt(1)] = 0.999
@@ -208,7 +230,7 @@ class ModelConfig:
     rollout_dtype: DType = "bfloat16"
     """Data type of the weights in the engine, and of what weight sync transfers."""
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of the learner's forward and backward; master weights stay float32."""
+    """Data type of the learner's forward and backward; that of the trained weights is `learner.master_dtype`."""
     lora: LoraConfig = Field(default_factory=LoraConfig)
     """Train adapters on a frozen model."""
 

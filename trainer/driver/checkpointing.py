@@ -164,6 +164,7 @@ def _origin(cfg: RunConfig) -> dict[str, tuple[Any, str]]:
         "model.lora.rank": (lora.rank, "what the checkpoint holds was trained so, and fits nothing else"),
         "model.lora.alpha": (lora.alpha, "it scales the adapters of the checkpoint" if lora.rank else ""),
         "model.lora.target_modules": (targets, "the policy has an adapter on each of them" if lora.rank else ""),
+        "learner.optimizer": (cfg.learner.optimizer, "the checkpoint holds its moments"),
         "seed": (cfg.seed if model.random_weights else None, base),
         "device.name": (device if model.random_weights else None, base),
         "critic.path": (_located(critic.path), value),

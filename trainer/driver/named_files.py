@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import tempfile
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -202,12 +201,14 @@ def _fields_of_engine_args() -> set[str] | None:
 
 
 def _packages(config: RunConfig) -> Iterator[Problem]:
-    """Those of optional features: key, package, our extra, the value that needs no package."""
-    for key, package, extra, off in (
-        ("model.lora.rank", "peft", "lora", 0),
-        ("telemetry.wandb", "wandb", "wandb", "false"),
+    """Those of optional features: key, whether its value needs the package, which has this name and is in this extra
+    of ours, and a value that needs none."""
+    for key, needs, package, extra, off in (
+        ("model.lora.rank", config.model.lora.rank > 0, "peft", "lora", 0),
+        ("learner.optimizer", config.learner.optimizer == "adamw_8bit", "torchao", "optim", "adamw_bf16"),
+        ("telemetry.wandb", config.telemetry.wandb, "wandb", "wandb", "false"),
     ):
-        if attrgetter(key)(config) and importlib.util.find_spec(package) is None:
+        if needs and importlib.util.find_spec(package) is None:
             hint = f'pip install "tandem-rl[{extra}]", or use {key}={off}'
             yield problem(config, key, f"needs the package {package}, which is not installed", hint)
 

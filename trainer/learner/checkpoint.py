@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from trainer.learner.fsdp import ShardedAdamW
+    from trainer.learner.optimizer import ShardedOptimizer
 
 
 MANIFEST_FILE = "complete.json"
@@ -227,7 +227,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 def save_sharded(
     path: Path,
-    optimizers: Mapping[str, ShardedAdamW],
+    optimizers: Mapping[str, ShardedOptimizer],
     *,
     step: int,
     host_view: Callable[[Tensor], Tensor] = lambda tensor: tensor,
@@ -249,7 +249,7 @@ def save_sharded(
         raise CheckpointError(f"{path} cannot be written: {_reason(error)}") from error
 
 
-def load_sharded(path: Path, optimizers: Mapping[str, ShardedAdamW]) -> int:
+def load_sharded(path: Path, optimizers: Mapping[str, ShardedOptimizer]) -> int:
     """Collective. Fill weights and optimizers in place; returns the step of the checkpoint. Raises CheckpointError if
     files are missing or damaged, or belong to a model with other parameters."""
     counters = {f"{prefix}num_updates": torch.tensor(0) for prefix in optimizers} | {"step": torch.tensor(0)}
@@ -294,7 +294,7 @@ def _reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1][:600]
 
 
-def _tensors(optimizers: Mapping[str, ShardedAdamW]) -> dict[str, Tensor]:
+def _tensors(optimizers: Mapping[str, ShardedOptimizer]) -> dict[str, Tensor]:
     # What is frozen (the base below LoRA adapters, the reference) is read from model.path again.
     return {
         f"{prefix}{kind}.{name}": tensor

@@ -20,8 +20,9 @@ from trainer.algorithms.losses import value_loss
 from trainer.config.algorithm import DEFAULT_LR_RATIO
 from trainer.errors import TrainingDiverged
 from trainer.learner.attention import to_device
-from trainer.learner.fsdp import RootModel, ShardedAdamW, learning_rate
+from trainer.learner.fsdp import RootModel
 from trainer.learner.model import ValueHead, hidden_size, meta_model, predicting_states, require_tokens, shard_and_load
+from trainer.learner.optimizer import ShardedOptimizer, learning_rate, muon_matrices
 from trainer.learner.packed_inputs import PackedInputs, scatter_to_tokens
 from trainer.learner.step_stats import Metric, sum_over_ranks
 
@@ -203,7 +204,7 @@ class SeparateCritic(Critic):
         """Raises ModelError if `critic.path` cannot be trained, or knows fewer tokens than `policy`."""
         super().__init__(cfg, device=context.device)
         path = cfg.model.path if cfg.critic.path is None else cfg.critic.path
-        meta = meta_model(path, cfg)
+        meta = meta_model(path, cfg, dtype=cfg.learner.master_dtype)
         require_tokens(f"critic.path {path!r}", meta.hf, policy, "the critic reads the policy's tokens")
         # Nothing reads its logits, and the matrix would cost memory and moments.
         meta.hf.set_output_embeddings(nn.Identity())  # pyright: ignore[reportArgumentType]
@@ -216,8 +217,12 @@ class SeparateCritic(Critic):
             lr=DEFAULT_LR_RATIO * cfg.learner.lr if critic.lr is None else critic.lr,
             weight_decay=critic.weight_decay,
             max_grad_norm=critic.max_grad_norm,
+            param_groups={},
         )
-        self.optimizer = ShardedAdamW(dict(self._model.named_parameters()), config=self._schedule)
+        params = dict(self._model.named_parameters())
+        self.optimizer = ShardedOptimizer(
+            params, config=self._schedule, seed=cfg.seed + 1, matrices=muon_matrices(meta.hf, params)
+        )
 
     def grad_norm(self) -> float:
         """Of the whole gradient."""

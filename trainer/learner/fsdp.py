@@ -1,4 +1,4 @@
-"""Where a model's parameters are: sharded by FSDP2, or whole on one rank; the optimizer over them; where ranks meet."""
+"""Where a model's parameters are: sharded by FSDP2, or whole on one rank; and where ranks meet."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from torch.distributed import DistNetworkError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from trainer.errors import LearnerError, ModelError
 from weight_sync.publish.shards import chunk_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
-
-    from trainer.config.schema import LearnerConfig
 
 
 UNSHARDED_SHARE = 1 / 8
@@ -206,109 +204,25 @@ def parameter_places(root: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.
 
 
 def sharded_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local`, of the shape of this rank's shard of `param`, as a DTensor that shares its memory (`DTensor.from_local`
-    would copy host memory to the device); unchanged if `param` is no DTensor."""
-    return DTensor(local, param._spec, requires_grad=False) if isinstance(param, DTensor) else local
+    """`local`, of the rows of this rank's shard of `param` (of any type and row), as a DTensor that shares its memory
+    (`DTensor.from_local` would copy host memory to the device); unchanged if `param` is no DTensor."""
+    if not isinstance(param, DTensor):
+        return local
+    shape = torch.Size((*param.shape[:1], *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(param.device_mesh, param.placements, TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
-def learning_rate(step: int, *, config: LearnerConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (counted from 0): linear warm-up (of 4 steps: 0.25, 0.5, 0.75, 1.0 times
-    `lr`), then the schedule down to the last step. A pure function, so a resumed run needs no scheduler state."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    decay_steps = max(1, total_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
-    match config.lr_schedule:
-        case "constant":
-            return config.lr
-        case "linear":
-            share = 1.0 - progress
-        case "cosine":
-            share = 0.5 * (1.0 + math.cos(math.pi * progress))
-        case _:
-            raise ValueError(f"learner.lr_schedule must be constant, cosine or linear, got {config.lr_schedule!r}")
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
-
-
-class ParamState(NamedTuple):
-    """One parameter as the model and as the optimizer see it; both share memory."""
-
-    name: str
-    param: nn.Parameter
-    local: Tensor
-
-
-class ShardedAdamW:
-    """AdamW (Loshchilov and Hutter 2019) with decay on matrices only: not on norms and biases."""
-
-    def __init__(self, params: Mapping[str, nn.Parameter], *, config: LearnerConfig) -> None:
-        """`params` by the names that they have in checkpoints; all of them are trained."""
-        self._max_grad_norm = config.max_grad_norm
-        self._slots = [
-            ParamState(name, param, local_tensor(param.detach()).requires_grad_()) for name, param in params.items()
-        ]
-        groups = [
-            {"params": [slot.local for slot in self._slots if (slot.param.ndim >= 2) == decays], "weight_decay": decay}
-            for decays, decay in ((True, config.weight_decay), (False, 0.0))
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
-        for slot in self._slots:  # allocated at once: a checkpoint is loaded into these tensors
-            self._adamw.state[slot.local] = {
-                "step": torch.zeros((), dtype=torch.float32, device=slot.local.device),
-                "exp_avg": torch.zeros_like(slot.local),
-                "exp_avg_sq": torch.zeros_like(slot.local),
-            }
-
-    def grad_sq_sum(self) -> Tensor:
-        """Sum of squares over this rank's shards, float32[], on the gradients' device; of a shard that several ranks
-        hold their part of it, so that the sum over all ranks is that of the whole gradient."""
-        grads = [local_tensor(slot.param.grad) for slot in self._slots if slot.param.grad is not None]
-        return get_total_norm(grads).square() / num_replicas(self._slots[0].param)
-
-    def step(self, *, lr: float, grad_norm: float) -> None:
-        """Clip to `max_grad_norm` by the given norm of the whole gradient, update, and drop the gradients."""
-        for slot in self._slots:
-            slot.local.grad = None if slot.param.grad is None else local_tensor(slot.param.grad)
-        if grad_norm > self._max_grad_norm:
-            locals_ = [slot.local for slot in self._slots]
-            clip_grads_with_norm_(locals_, self._max_grad_norm, torch.tensor(grad_norm))
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
-        self.zero_grad()
-
-    def zero_grad(self) -> None:
-        for slot in self._slots:
-            slot.local.grad = None
-            slot.param.grad = None
-
-    def weights(self) -> dict[str, Tensor]:
-        """What is trained, by parameter name, for checkpoints."""
-        return {slot.name: slot.param.detach() for slot in self._slots}
-
-    def state(self) -> dict[str, Tensor]:
-        """Moments by parameter name, as (D)Tensors that share memory with the optimizer, for checkpoints."""
-        return {
-            f"{key}.{slot.name}": sharded_like(slot.param, self._adamw.state[slot.local][key])
-            for slot in self._slots
-            for key in ("exp_avg", "exp_avg_sq")
-        }
-
-    @property
-    def num_updates(self) -> int:
-        """Updates made so far, the same for every parameter."""
-        return int(self._adamw.state[self._slots[0].local]["step"].item())
-
-    def set_num_updates(self, count: int) -> None:
-        """Of a loaded checkpoint: Adam's bias correction depends on it."""
-        for slot in self._slots:
-            self._adamw.state[slot.local]["step"].fill_(count)
+def row_mesh(param: torch.Tensor) -> DeviceMesh | None:
+    """The ranks that have rows of `param`, and no replicas; None if it is whole on every rank."""
+    if not isinstance(param, DTensor):
+        return None
+    mesh, dims = param.device_mesh, [dim for dim, place in enumerate(param.placements) if place.is_shard()]
+    if mesh.ndim == 1 or not dims:
+        return mesh if dims else None
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[dims[0]]]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -310,9 +310,9 @@ class BuiltPolicy(NamedTuple):
 
 
 def build_policy(cfg: RunConfig, context: ParallelContext) -> BuiltPolicy:
-    """Load the policy (or draw it from `cfg.seed`), sharded, masters in float32 (with LoRA: those of the adapters).
-    Raises ModelError for missing or damaged files, or a kind of model we do not train."""
-    meta = meta_model(cfg.model.path, cfg)
+    """Load the policy (or draw it from `cfg.seed`), sharded, masters in `learner.master_dtype` (with LoRA: those of
+    the adapters, in float32). Raises ModelError for missing or damaged files, or a kind of model we do not train."""
+    meta = meta_model(cfg.model.path, cfg, dtype=cfg.learner.master_dtype)
     if cfg.model.lora.rank:
         add_adapters(meta.hf, meta.blocks, cfg.model.lora, base_dtype=torch_dtype(cfg.model.compute_dtype))
     shares = cfg.algorithm.uses_critic and cfg.critic.shared_backbone
@@ -326,9 +326,9 @@ def build_policy(cfg: RunConfig, context: ParallelContext) -> BuiltPolicy:
     )
 
 
-def meta_model(path: str, cfg: RunConfig) -> MetaModel:
-    """The model in `path`, which is one of `model_paths`, without memory, with our attention. Raises as
-    `build_policy`."""
+def meta_model(path: str, cfg: RunConfig, *, dtype: str = "float32") -> MetaModel:
+    """The model in `path`, which is one of `model_paths`, without memory, its parameters in `dtype`, with our
+    attention. Raises as `build_policy`."""
     source_dir = resolve_model_dir(path, key=next(key for key, named in model_paths(cfg).items() if named == path))
     config = load_config(cfg.model, source_dir)
     check_packed(config, source_dir, trust_remote_code=cfg.model.trust_remote_code)
@@ -339,6 +339,8 @@ def meta_model(path: str, cfg: RunConfig) -> MetaModel:
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=cfg.model.trust_remote_code,
         )
+    for param in hf.parameters():  # not as transformers does it, which takes buffers along
+        param.data = param.data.to(getattr(torch, dtype))
     return MetaModel(hf, check_architecture(hf), source_dir, is_random_init(cfg.model, path))
 
 

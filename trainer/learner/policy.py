@@ -18,10 +18,10 @@ from trainer.learner.attention import attention_name, to_device
 from trainer.learner.checkpoint import load_sharded, save_sharded
 from trainer.learner.critic import PreparedBatch, SeparateCritic, SharedCritic, ValueSums, build_critic
 from trainer.learner.flops import model_flops, peak_flops
-from trainer.learner.fsdp import ShardedAdamW, learning_rate
 from trainer.learner.hf_export import export_hf
 from trainer.learner.model import build_policy, compiles
 from trainer.learner.offload import CpuOffload
+from trainer.learner.optimizer import ShardedOptimizer, learning_rate, muon_matrices
 from trainer.learner.packed_inputs import loss_inputs, token_ages
 from trainer.learner.parallel import parallel_context
 from trainer.learner.prepare import build_reference, prepare_step
@@ -81,14 +81,16 @@ class PolicyTrainer:
         self._built = build_policy(cfg, context)
         self._critic = build_critic(cfg, self._built, context)
         self._reference = build_reference(cfg, self._built, context)
-        self._optimizers = {"": ShardedAdamW(self._built.policy.trained(), config=cfg.learner)}
+        trained = self._built.policy.trained()
+        matrices = muon_matrices(self.model, trained)
+        self._optimizers = {"": ShardedOptimizer(trained, config=cfg.learner, seed=cfg.seed, matrices=matrices)}
         """By the prefix of their names in a checkpoint."""
         if isinstance(self._critic, SeparateCritic):
             self._optimizers["critic."] = self._critic.optimizer
         optimizers = self._optimizers.values()
-        trained = (tensor for one in optimizers for tensor in (*one.weights().values(), *one.state().values()))
+        state = (tensor for one in optimizers for tensor in (*one.weights().values(), *one.state().values()))
         frozen = [] if self._reference is None else self._reference.parameters()
-        self.offload = CpuOffload((*self._built.policy.parameters(), *frozen, *trained), backend=backend)
+        self.offload = CpuOffload((*self._built.policy.parameters(), *frozen, *state), backend=backend)
         """What takes device memory between two steps: weights, moments, a critic's, the reference."""
         self.flops = model_flops(self.model)
         """None where the model's shapes are not enough to know."""
@@ -99,7 +101,8 @@ class PolicyTrainer:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The Hugging Face model: parameters are float32 masters under their checkpoint names, DTensors if sharded."""
+        """The Hugging Face model: parameters are masters of `learner.master_dtype`, by their checkpoint names; DTensors
+        if sharded."""
         return self._built.policy.hf
 
     @property

@@ -23,7 +23,6 @@ from trainer.learner.model import (
     meta_model,
     require_tokens,
     shard_and_load,
-    torch_dtype,
     vocab_size,
 )
 from trainer.learner.packed_inputs import scatter_to_tokens
@@ -77,12 +76,12 @@ def build_reference(cfg: RunConfig, built: BuiltPolicy, context: ParallelContext
     key = "model.path" if kl.reference_model is None else "algorithm.kl.reference_model"
     if cfg.model.lora.rank and kl.reference_model is None:
         return Reference(built, key=key)
-    meta = meta_model(cfg.model.path if kl.reference_model is None else kl.reference_model, cfg)
+    path = cfg.model.path if kl.reference_model is None else kl.reference_model
+    meta = meta_model(path, cfg, dtype=cfg.model.compute_dtype)
     why = "it has to score whatever the policy may sample"
     require_tokens(f"algorithm.kl.reference_model {kl.reference_model!r}", meta.hf, built.policy.hf, why)
     for param in meta.hf.parameters():
         param.requires_grad_(False)
-        param.data = param.data.to(torch_dtype(cfg.model.compute_dtype))
     # A teacher may be padded to more rows, which the policy does not have: both distributions are over the same tokens.
     model = PolicyModel(meta.hf, cfg, device=context.device, num_tokens=vocab_size(built.policy.hf))
     layout = shard_and_load(model, meta, cfg, context=context, cpu_offload=cfg.learner.reference_cpu_offload)

@@ -28,6 +28,13 @@ GIB = 1 << 30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASTER_BYTES, MOMENTS_BYTES, GRADIENT_BYTES = 4, 8, 4
 """Per trained parameter: float32 weight; two float32 moments of AdamW; float32 gradient."""
+MOMENTS = {
+    "adamw": ("AdamW", MOMENTS_BYTES),
+    "adamw_bf16": ("AdamW, bfloat16", 2 * 2),
+    "adamw_8bit": ("AdamW, 8 bits", 2 * (1 + 4 / 256)),  # and a float32 scale per block
+    "muon": ("Muon", 4),
+}
+"""`learner.optimizer` -> what its moments are called, and bytes per parameter; of Muon, of those in blocks."""
 GATHERED_BLOCKS = 2
 MAX_WORKSPACE_BYTES = 2 * GIB
 WORKSPACE_SHARE = 1 / 16
@@ -212,8 +219,8 @@ def learner_items(
         more = "learner.num_ranks: more ranks" if cfg.learner.fsdp_size is None else "learner.fsdp_size: more ranks"
         hint = f"{more}, or learner.cpu_offload=true"
         items += [
-            MemoryItem("masters (float32)", _share(cfg, trained * MASTER_BYTES), hint, is_state=True),
-            MemoryItem("moments (AdamW)", _share(cfg, trained * MOMENTS_BYTES), hint, is_state=True),
+            MemoryItem(f"masters ({cfg.learner.master_dtype})", _masters(cfg, trained), hint, is_state=True),
+            MemoryItem(f"moments ({MOMENTS[cfg.learner.optimizer][0]})", _moments(cfg, shape), hint, is_state=True),
             MemoryItem("gradients (float32)", _share(cfg, trained * GRADIENT_BYTES), hint),
         ]
         if frozen:
@@ -222,9 +229,10 @@ def learner_items(
         nbytes, hint = _compute_share(cfg, reference.num_params), "learner.reference_cpu_offload=true"
         items.append(MemoryItem("reference", nbytes, hint, is_state=True))
     if critic is not None and not cfg.critic.cpu_offload:
-        state, hint = MASTER_BYTES + MOMENTS_BYTES, "critic.cpu_offload=true or critic.shared_backbone=true"
+        hint = "critic.cpu_offload=true or critic.shared_backbone=true"
+        state = _masters(cfg, critic.num_params) + _moments(cfg, critic)
         items += [
-            MemoryItem("critic", _share(cfg, critic.num_params * state), hint, is_state=True),
+            MemoryItem("critic", state, hint, is_state=True),
             MemoryItem("gradients of the critic", _share(cfg, critic.num_params * GRADIENT_BYTES), hint),
         ]
     return tuple(items)
@@ -273,6 +281,18 @@ def host_items(cfg: RunConfig, shape: ModelShape, reference: ModelShape | None, 
         hint = "critic.cpu_offload=false or critic.shared_backbone=true"
         items.append(MemoryItem("critic with its gradients", _share(cfg, critic.num_params * all_bytes), hint))
     return tuple(items)
+
+
+def _masters(cfg: RunConfig, num_trained: int) -> int:
+    """Of one rank."""
+    return _share(cfg, num_trained * DTYPE_BYTES[cfg.learner.master_dtype])
+
+
+def _moments(cfg: RunConfig, shape: ModelShape) -> int:
+    """Of one rank."""
+    each = MOMENTS[cfg.learner.optimizer][1]
+    by_adamw = shape.num_root_params if cfg.learner.optimizer == "muon" else 0
+    return _share(cfg, int((shape.num_trained_params - by_adamw) * each) + by_adamw * MOMENTS_BYTES)
 
 
 def arena_bytes(cfg: RunConfig, shape: ModelShape) -> int:

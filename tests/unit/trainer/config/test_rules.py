@@ -127,6 +127,15 @@ learner.min_lr_ratio=0.1 -> learner.min_lr_ratio
 COSINE learner.warmup_steps=60 critic.warmup_steps=30 a.advantage_estimator=gae ->
 COSINE learner.warmup_steps=70 critic.warmup_steps=30 a.advantage_estimator=gae -> learner.warmup_steps
 COSINE learner.warmup_steps=100 critic.warmup_steps=0 a.advantage_estimator=grpo -> learner.warmup_steps
+learner.lr_schedule=wsd learner.warmup_steps=60 learner.decay_steps=40 ->
+learner.lr_schedule=wsd learner.warmup_steps=60 learner.decay_steps=41 -> learner.decay_steps
+learner.lr_schedule=linear learner.decay_steps=10 -> learner.decay_steps
+learner.master_dtype=bfloat16 learner.optimizer=muon ->
+learner.master_dtype=bfloat16 model.compute_dtype=float32 -> learner.master_dtype
+learner.master_dtype=bfloat16 learner.optimizer=muon model.lora.rank=8 -> learner.master_dtype learner.optimizer
+learner.optimizer=adamw_bf16 model.lora.rank=8 ->
+learner.optimizer=adamw_8bit learner.cpu_offload=true -> learner.cpu_offload
+learner.master_dtype=bfloat16 critic.cpu_offload=true a.advantage_estimator=gae -> critic.cpu_offload
 trainer.stop_at_accuracy=0.9 NO_PERIODIC trainer.eval_at_end=false -> trainer.stop_at_accuracy
 checkpoint.every_steps=50 checkpoint.keep_every=150 ->
 """

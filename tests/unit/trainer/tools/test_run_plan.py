@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DeepseekV2Config, Gemma4TextConfig, Qwen2Config
 
 from rollout.types import Group, Trajectory
-from tests.fakes.learner import KINDS, process_group, run_config, save_tiny
+from tests.fakes.learner import KINDS, NEEDS_TORCHAO, process_group, run_config, save_tiny
 from tests.fakes.model_7b import BIG, NUM_7B, QWEN_7B, config, planned
 from tests.fakes.trajectories import make_turn
 from trainer.config.algorithm import KlConfig
@@ -27,6 +28,7 @@ from trainer.config.schema import LoraConfig, ModelConfig, RayConfig, RunConfig
 from trainer.data.build import build_train_batch
 from trainer.learner import flops
 from trainer.learner.fit import MOST_TOKENS, on_grid
+from trainer.learner.fsdp import local_tensor
 from trainer.learner.lora import add_adapters
 from trainer.learner.model import check_architecture
 from trainer.learner.policy import PolicyTrainer
@@ -388,17 +390,32 @@ def test_auto_plans_the_micro_batch_that_fills_the_device(gibibytes: int, checkp
     assert "Micro-batches have up to" in format_plan(auto, config(learner={"max_tokens_per_micro_batch": "auto"}))
 
 
-def test_a_real_learner_allocates_what_was_planned(tmp_path: Path) -> None:
-    cfg = run_config(save_tiny(tmp_path / "model", "llama"), num_ranks=1, max_tokens_per_micro_batch=64)
-    with process_group(tmp_path / "store"):
+@pytest.mark.parametrize(
+    ("optimizer", "label", "tolerance"),
+    [
+        ("adamw", "AdamW", 0.0),
+        ("adamw_bf16", "AdamW, bfloat16", 0.0),
+        # Its rows are so short that scales take an eighth, and norms count.
+        pytest.param("adamw_8bit", "AdamW, 8 bits", 0.15, marks=NEEDS_TORCHAO),
+        ("muon", "Muon", 0.02),  # norms have two moments
+    ],
+)
+def test_a_real_learner_allocates_what_was_planned(
+    optimizer: str, label: str, tolerance: float, tmp_path: Path
+) -> None:
+    cfg = run_config(
+        save_tiny(tmp_path / "model", "llama"), num_ranks=1, max_tokens_per_micro_batch=64, optimizer=optimizer
+    )
+    with process_group(tmp_path / "store"), patch("trainer.learner.optimizer.MIN_QUANTIZED", 1):
         real = PolicyTrainer(cfg, device=torch.device("cpu"), backend=get_backend("cpu"))
         params = [p.to_local() if isinstance(p, DTensor) else p for p in real.model.parameters()]
-        moments = [t for state in real._optimizers[""]._adamw.state.values() for t in state.values() if t.ndim]
+        moments = [local_tensor(state) for state in real._optimizers[""].state().values()]
     host = Device(name="cpu", total_bytes=64 * GIB, is_shared=True)
     items = learner_items(cfg, model_shape(cfg.model, KINDS["llama"]()), host, None, None)
     parts = {item.name: item.nbytes for item in items}
     assert parts["masters (float32)"] == sum(p.numel() * p.element_size() for p in params)
-    assert parts["moments (AdamW)"] == sum(t.numel() * t.element_size() for t in moments)
+    nbytes = sum(t.numel() * t.element_size() for t in moments)
+    assert parts[f"moments ({label})"] == pytest.approx(nbytes, rel=tolerance)
 
 
 @pytest.mark.parametrize(
