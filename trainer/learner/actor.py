@@ -137,7 +137,7 @@ class LearnerActor:
         timeout_s = self._cfg.learner.timeout_s
         return open_store(*address, is_master=is_master, world_size=self._world_size, timeout_s=timeout_s)
 
-    def setup(self, address: Address, earlier_tokens: int | None) -> SetupReport:
+    def setup(self, address: Address, earlier_tokens: int | None = None) -> SetupReport:
         """Join the other ranks, build the model, and rehearse a step. `earlier_tokens` were those of a micro-batch
         before the run was resumed. Raises DeviceError if this process lacks a variable or the device itself, ModelError
         if the model cannot be trained, LearnerError if a micro-batch does not fit."""

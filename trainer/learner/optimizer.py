@@ -316,8 +316,8 @@ def _seeded(slot: Slot, seed: int) -> Iterator[None]:
     Replicas of a shard draw the same."""
     device, mesh = slot.local.device, row_mesh(slot.param)
     shard = 0 if mesh is None else mesh.get_local_rank()
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    of_device: dict[str, Any] = {} if device.type == "cpu" else {"device_type": device.type}
+    with torch.random.fork_rng([device] if of_device else [], **of_device):
         torch.manual_seed((seed * 1_000_003 + shard) % 2**63)
         yield
 

@@ -96,14 +96,14 @@ def test_a_learner_computes_on_the_device_that_ray_gave_it(
     monkeypatch.setattr(learner_module, "ray", fake_ray(["3"]))
     worker = LearnerActor(config(device={"name": "rocm"}), rank=0, world_size=1)
     with pytest.raises(DeviceError, match="RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES should be '1'"):
-        worker.setup(("nowhere", 1), None)
+        worker.setup(("nowhere", 1))
     for variable in build("rocm").process_env("learner"):
         monkeypatch.setenv(variable.name, variable.value)
     chosen: list[int] = []
     monkeypatch.setattr(type(worker._backend), "unavailable_reason", lambda _: None)
     monkeypatch.setattr(type(worker._backend), "set_device", lambda _, index: chosen.append(index) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        worker.setup(("nowhere", 1), None)
+        worker.setup(("nowhere", 1))
     assert (chosen, worker.device_id()) == ([3], "3")
 
 

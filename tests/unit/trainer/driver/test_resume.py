@@ -241,7 +241,7 @@ class Start:
         self.seen_by_training: dict[str, list[Any]] = {}
         coordinator = SimpleNamespace(open=nothing, close=nothing, self_test=self._step("self_test"))
         devices = SimpleNamespace(acquire_for_training=nothing, publish=nothing, sync=nothing)
-        actors = SimpleNamespace(close=nothing)
+        actors = SimpleNamespace(close=nothing, learner=SimpleNamespace(check_directory=nothing))
         cluster = SimpleNamespace(placement=None, stop=lambda **_keys: None)
 
         async def train(driver: Any, *_: object) -> None:
