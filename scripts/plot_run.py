@@ -93,10 +93,11 @@ def spans_of_last_start(path: Path) -> list[Span]:
 
 
 def draw_timeline(axes: Any, spans: list[Span], *, window_s: float) -> None:
-    """Spans of every track over a window from the middle of the run; overlapping ones in rows of their own."""
+    """Spans of every track over a window from the middle of the training; overlapping ones in rows of their own."""
     if not spans:
         return
-    middle = (spans[0].begin_s + spans[-1].end_s) / 2
+    steps = [span for span in spans if span.track == "learner"] or spans  # a start may take longer than all steps
+    middle = (steps[0].begin_s + steps[-1].end_s) / 2
     shown = [
         (span.track, max(span.begin_s - middle, 0.0), min(span.end_s - middle, window_s))
         for span in spans
