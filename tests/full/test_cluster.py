@@ -60,7 +60,7 @@ def slow_starts(monkeypatch: pytest.MonkeyPatch) -> SlowStarts:
 
 
 def daemons(run_id: str, scratch: Path = Path("/nowhere")) -> list[Any]:
-    return processes_of(run_id, scratch, spare=(os.getpid(),))
+    return list(processes_of(run_id, scratch, spare=(os.getpid(),)))
 
 
 def start() -> Cluster:

@@ -1,10 +1,10 @@
 """The process that cleans up after a driver that was killed.
 
 It starts with the run's cluster and waits for the end of its standard input, which the kernel closes when the driver
-dies. Every process of the run has the run's id in its environment or (where a process title has overwritten that) a
-file in the run's scratch directory open. Those that remain are killed, and the directory is removed; Ray alone would
-take half a minute, and leave the directory. A killed driver's last words are written here: summary.json, a line in
-log.txt and on the screen, and the output of the actors.
+dies. Every process of the run has the run's id in its environment, or (where a process title has overwritten that) a
+file in the run's scratch directory open, or (where that is not open yet) a parent of the run. Those that remain are
+killed, and the directory is removed; Ray alone would take half a minute, and leave the directory. A killed driver's
+last words are written here: summary.json, a line in log.txt and on the screen, and the output of the actors.
 """
 
 from __future__ import annotations
@@ -59,9 +59,18 @@ class ProcessCleaner:
             self._process.wait()
 
 
-def processes_of(run_id: str, scratch: Path, *, spare: Container[int]) -> list[psutil.Process]:
-    """The processes of this run, except those with the ids `spare`."""
-    return [p for p in psutil.process_iter() if p.pid not in spare and _belongs(p, run_id, f"{scratch}{os.sep}")]
+def processes_of(run_id: str, scratch: Path, *, spare: Container[int]) -> set[psutil.Process]:
+    """The processes of this run and what they have started, except those with the ids `spare`."""
+    everyone = [process for process in psutil.process_iter() if process.pid not in spare]
+    found = {process for process in everyone if _belongs(process, run_id, f"{scratch}{os.sep}")}
+    started: dict[int, list[psutil.Process]] = {}
+    for process in everyone:
+        with contextlib.suppress(psutil.Error):
+            started.setdefault(process.ppid(), []).append(process)
+    new = found
+    while new := {child for process in new for child in started.get(process.pid, ())} - found:
+        found |= new
+    return found
 
 
 def _belongs(process: psutil.Process, run_id: str, inside: str) -> bool:
@@ -74,9 +83,18 @@ def _belongs(process: psutil.Process, run_id: str, inside: str) -> bool:
     return False
 
 
+def _is_alive(process: psutil.Process) -> bool:
+    """A zombie is not: its parent has yet to ask how it ended."""
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def main(run_id: str, scratch: Path, last_words: dict[str, Any] | None) -> None:
     spare = (os.getpid(), os.getppid())  # the driver may be alive and wait for us
-    if sys.stdin.buffer.read() != _CLEAN_SHUTDOWN and last_words is not None:
+    end = sys.stdin.buffer.read()
+    known = processes_of(run_id, scratch, spare=spare)  # at once: the parents of some may soon be gone
+    if end != _CLEAN_SHUTDOWN and last_words is not None:
         from trainer.telemetry.last_words import write
 
         try:
@@ -85,8 +103,12 @@ def main(run_id: str, scratch: Path, last_words: dict[str, Any] | None) -> None:
             with contextlib.suppress(OSError):  # the screen may be gone, too
                 sys.stderr.write(f"the end of the run could not be recorded: {error!r}\n")
     began = time.monotonic()
-    while (left := processes_of(run_id, scratch, spare=spare)) and (age_s := time.monotonic() - began) < DEADLINE_S:
-        for process in left if age_s > GRACE_S else ():
+    while (age_s := time.monotonic() - began) < DEADLINE_S:
+        known |= processes_of(run_id, scratch, spare=spare)
+        known = {process for process in known if _is_alive(process)}
+        if not known:
+            break
+        for process in known if age_s > GRACE_S else ():
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(0.05)
