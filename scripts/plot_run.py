@@ -22,8 +22,8 @@ TRACKS = {"groups": "#4c78a8", "learner": "#f58518", "sync": "#54a24b", "engine"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Two panels: curves over steps above, the timeline of a few seconds from the middle of the run below. Returns the
-    exit code: 0 drawn, 2 matplotlib or the steps of a run are missing."""
+    """Two panels: curves over steps above, the timeline of a few seconds from the middle of the training below. Returns
+    the exit code: 0 drawn, 2 matplotlib or the steps of a run are missing."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("out", type=Path, metavar="OUT.png")
