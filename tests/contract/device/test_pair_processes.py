@@ -7,6 +7,7 @@ On such a machine, where a process takes 15 s to start:
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -46,6 +47,8 @@ class End:
         self._backend: Backend = make_backend("cuda", kind.library)
         self._backend.set_device(rank if kind.library is not None else 0)
         self._device = "cpu" if kind.library is not None else "cuda"
+        if kind.library is not None:
+            ctypes.CDLL(kind.library).fake_set_abort_ms(500)  # else nobody could tell whether it holds the lock
         self._pair: DevicePair | None = None
         self._target = self._empty(1)
         self._waiting: Transfer
@@ -219,7 +222,8 @@ def test_an_aborted_receive_ends_at_once_and_a_new_pair_works(world: World) -> N
     spent_s, num_ticks = world.receiver.ask("abort", timeout_s=60)
     print(f"\nabort took {spent_s:.3f} s, {num_ticks} turns of another thread")
     assert spent_s < 5
-    assert num_ticks > spent_s / 0.02, "the interpreter lock was held"
+    assert num_ticks >= int(spent_s / 0.1), "the interpreter lock was held"
+    assert world.is_real or spent_s >= 0.5
     with pytest.raises(LinkBroken, match="the group was aborted"):
         world.receiver.ask("finish", 1.0, timeout_s=60)
     world.sender.ask("abort", timeout_s=60)
