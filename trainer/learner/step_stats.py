@@ -37,7 +37,7 @@ class StepResult:
 
     step: int
     metrics: Mapping[str, Metric]
-    """Equal on every rank; `trainer.telemetry.metrics` describes each. A metric is absent where it means nothing: while
+    """Equal on every rank; docs/metrics.md describes each. A metric is absent where it means nothing: while
     only the critic is trained, of a policy that sampled no token, of a reference or a correction that is off."""
     seconds: Mapping[str, float]
     """`reference` and `critic` (if there is one), `advantages` (where they are finished without a critic), `proximal`

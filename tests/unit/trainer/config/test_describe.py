@@ -19,7 +19,6 @@ from trainer.config.algorithm import (
 )
 from trainer.config.compose import load_config
 from trainer.config.describe import describe_critic, describe_objective, describe_rollout, describe_updates
-from trainer.config.docs import configuration_markdown
 from trainer.config.schema import LearnerConfig
 
 
@@ -144,7 +143,3 @@ SAMPLED = "trainer.eval_temperature=1 trainer.eval_samples=2 task.eval_sets="
 )
 def test_the_line_at_the_start_describes_requests_and_evaluation(overrides: str, parts: list[str]) -> None:
     assert describe_rollout(load_config(["device=cpu", *overrides.split()])) == "; ".join(parts)
-
-
-def test_the_documentation_has_the_keys_of_a_map_of_sections() -> None:
-    assert "| `task.eval_sets.NAME.samples` | integer or null, >= 1 |" in configuration_markdown()

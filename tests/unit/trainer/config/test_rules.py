@@ -12,6 +12,7 @@ import yaml
 
 from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_config import engine_args
+from tests.fakes.metric_names import METRICS, find_row
 from trainer.config.algorithm import ESTIMATORS, LOSSES, AlgorithmConfig, EstimatorTraits
 from trainer.config.cli import parse
 from trainer.config.compose import load_config, resolve
@@ -28,7 +29,6 @@ from trainer.config.rules import (
 )
 from trainer.config.schema import RunConfig, all_keys
 from trainer.errors import ConfigurationError
-from trainer.telemetry.metrics import METRICS, find_row
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

@@ -12,11 +12,19 @@ from msgspec.structs import replace
 
 from tests.fakes.played_run import NUM_STEPS, facts_of, play, played_config, write_run
 from trainer.config.compose import load_config
-from trainer.telemetry.metrics import RENAMED
 from trainer.telemetry.session import append, describe
 from trainer.tools import run_records
 from trainer.tools.advise import SURE_STEPS, diagnose, format_report, main, recommend, splits_of
-from trainer.tools.run_records import StepLine, TooFewSteps, read_records, read_run, read_steps, read_trace, steady
+from trainer.tools.run_records import (
+    RENAMED,
+    StepLine,
+    TooFewSteps,
+    read_records,
+    read_run,
+    read_steps,
+    read_trace,
+    steady,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.fakes.metric_names import METRICS
 from tests.fakes.trainer_process import ROOT
-from trainer.telemetry.metrics import METRICS
 from trainer.telemetry.trace import Tracer
 from trainer.tools import bench
 from trainer.tools.bench import WorkloadMismatch, can_plot, examine, load_results, main, plot, save_results, table
