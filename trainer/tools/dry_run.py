@@ -32,7 +32,7 @@ from trainer.tools.run_plan import (
     problems,
 )
 from weight_sync.device.host_memory import host_memory
-from weight_sync.device.select import build, get_backend
+from weight_sync.device.select import AUTO_ORDER, build, get_backend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -301,7 +301,8 @@ def dry_run(
             _, host_bytes = host_memory()
     else:
         inputs, models = check_inputs(cfg)
-        device = Device(name="given", total_bytes=int(device_memory_gib * GIB), is_shared=False)
+        kind = build(AUTO_ORDER[0] if cfg.device.name == "auto" else cfg.device.name)
+        device = Device("given", int(device_memory_gib * GIB), is_shared=False, collective=kind.collective)
     placement = (
         PlacementPlan() if nodes is None else _placement_on(cfg, nodes, is_elsewhere=device_memory_gib is not None)
     )
@@ -357,7 +358,7 @@ def _here(cfg: RunConfig) -> tuple[Device, DataSets, Mapping[str, ModelInfo]]:
     backend.set_device(0)
     total_bytes = backend.memory_info()[1]
     is_shared = backend.ray_resource is None
-    device = Device(name=backend.name, total_bytes=total_bytes, is_shared=is_shared)
+    device = Device(backend.name, total_bytes, is_shared=is_shared, collective=backend.collective)
     return device, checked.inputs, checked.models
 
 

@@ -108,6 +108,8 @@ class Device(NamedTuple):
     total_bytes: int
     is_shared: bool
     """By all ranks and engines of the host: a CPU's main memory."""
+    collective: str = ""
+    """See `Backend.collective`."""
 
 
 class MemoryItem(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rollout.worker.group_server import MAX_BYTES
@@ -30,11 +30,13 @@ from trainer.tools.memory_plan import (
     with_tokens,
 )
 from weight_sync.plan.routes import Peer, plan_routes
+from weight_sync.transports.pair import pair_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from trainer.config.schema import RunConfig
+    from weight_sync.plan.routes import Route
 
 
 LINK_BYTES_PER_S = (25e9, 200e9)
@@ -68,6 +70,8 @@ class SyncTraffic(NamedTuple):
     rank_bytes: int
     """That the busiest learner rank serves."""
     relays: bool
+    pairs: tuple[Items, Items]
+    """Memory of groups of two: of the learner device that has most of them, and of the engine device."""
 
     def floor_s(self, link_bytes_per_s: float) -> float:
         """No pull is faster than the busier end of its link."""
@@ -172,7 +176,11 @@ def plan_run(
     reference = reference if cfg.algorithm.kl.coef > 0 else None
     micro_batch_tokens = planned_tokens(cfg, shape, device, reference, critic)
     cfg = with_tokens(cfg, micro_batch_tokens)
-    learner, engine = learner_items(cfg, shape, device, reference, critic), engine_memory(cfg, shape, device)
+    engine = engine_memory(cfg, shape, device)
+    sync = sync_traffic(cfg, shape, node_of, is_staged=engine.is_staged, collective=device.collective)
+    learner = (*learner_items(cfg, shape, device, reference, critic), *sync.pairs[0])
+    weights, *others = engine.items
+    engine = replace(engine, items=(weights, *sync.pairs[1], *others))
     host = host_items(cfg, shape, reference, critic)
     is_paired = cfg.mode.shares_devices and not device.is_shared
     if is_paired and (moved := sum(item.nbytes for item in learner if item.is_state)):
@@ -188,7 +196,7 @@ def plan_run(
         host=host,
         host_bytes=host_bytes,
         engine=engine,
-        sync=sync_traffic(cfg, shape, node_of, is_staged=engine.is_staged),
+        sync=sync,
         work={mean: _work(cfg, shape, prompt_tokens, mean, group_size, per_token) for mean in means},
         store=object_store(cfg, prompt_tokens, num_evaluated, num_slots=num_slots, group_size=group_size),
         num_slots=num_slots,
@@ -200,7 +208,7 @@ def plan_run(
 
 
 def sync_traffic(
-    cfg: RunConfig, shape: ModelShape, node_of: Mapping[str, str] | None, *, is_staged: bool
+    cfg: RunConfig, shape: ModelShape, node_of: Mapping[str, str] | None, *, is_staged: bool, collective: str
 ) -> SyncTraffic:
     """Every replica needs every published byte once, spread over its devices, by the routes of weight sync."""
     num_ranks, tp = cfg.learner.num_ranks, cfg.rollout.tensor_parallel_size
@@ -214,8 +222,9 @@ def sync_traffic(
         for replica in range(cfg.rollout.num_replicas)
         for worker in range(tp)
     ]
+    learners = {rank: node(f"learner_{rank}") for rank in range(num_ranks)}
     routes = plan_routes(
-        {rank: node(f"learner_{rank}") for rank in range(num_ranks)},
+        learners,
         parties,
         dict.fromkeys(range(tp), range(num_ranks)),
         relay=cfg.weight_sync.relay if is_staged else "off",  # only staging buffers are relayed
@@ -227,7 +236,39 @@ def sync_traffic(
         device_bytes=-(-version_bytes // tp),
         rank_bytes=-(-version_bytes * max(readers.values()) // (tp * num_ranks)),
         relays=any(route.predecessors for route in routes.values()),
+        pairs=_pairs(cfg.weight_sync.transport, collective, learners, {one.name: one.node for one in parties}, routes),
     )
+
+
+def _pairs(
+    transport: str,
+    collective: str,
+    learners: Mapping[int, str],
+    workers: Mapping[str, str],
+    routes: Mapping[str, Route],
+) -> tuple[Items, Items]:
+    """What groups of two take of the learner device that has most of them, and of the engine device. Learners and
+    workers are given with their nodes."""
+    found: dict[str | int, list[int]] = {}
+    for name, route in routes.items():
+        direct = {rank for stage in route.stages if not stage.via for rank in stage.ranks}
+        givers = [
+            (rank, pair_bytes(transport, collective, same_node=learners[rank] == workers[name])) for rank in direct
+        ]
+        givers += [
+            (other, pair_bytes("auto", collective, same_node=workers[other] == workers[name]))
+            for other in route.predecessors
+        ]
+        for giver, nbytes in givers:
+            for party in (giver, name) if nbytes else ():
+                found.setdefault(party, []).append(nbytes)
+
+    def most(parties: Iterable[str | int], hint: str) -> Items:
+        sizes = max((found.get(party, []) for party in parties), key=sum)
+        return (MemoryItem(f"groups of two ({len(sizes)})", sum(sizes), hint),) if sizes else ()
+
+    hint = "weight_sync.relay=auto, with commit=staged" if transport == "auto" else "weight_sync.transport=auto"
+    return most(learners, hint), most(workers, hint)
 
 
 def training_flops(shape: ModelShape, *, recomputes: bool) -> float:

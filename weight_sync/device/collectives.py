@@ -391,6 +391,8 @@ class Nccl(_CollectiveLibrary):
     MAX_CTAS = 4
     """Multiprocessors that a transfer takes from the learner's compute. More than 4 move no more bytes (89 GB/s between
     two H200s), and each takes 8 MiB of the device for buffers."""
+    PAIR_BYTES = 36 << 20
+    """Of the device, measured with `MAX_CTAS`. The first communicator of a process takes 0.4 GiB more."""
     _PENDING = 7
     _UINT8 = 1
     _UNSET = -(2**31)
@@ -489,6 +491,7 @@ class Hccl(_CollectiveLibrary):
     name = "hccl"
     BUFFER_MIB = 16
     """Twice per pair and device. HCCL's own 200 would be 400 MiB for each peer that a process has."""
+    PAIR_BYTES = 2 * BUFFER_MIB << 20
     _ROOT_BYTES = 4108
     _INT8 = 0
 

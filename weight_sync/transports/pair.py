@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 import zmq
 
-from weight_sync.device.collectives import LinkBroken
+from weight_sync.device.collectives import Hccl, LinkBroken, Nccl
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import DeviceError, PublisherLost, TransportUnusable, WeightSyncError
 from weight_sync.messages import PairDrop, PairMeet, PairMet, PairSend, PairState, PairWatch
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 HOST = "gloo"
 DEVICE = ("nccl", "hccl")
-PAIR_BYTES = {"nccl": 36 << 20, "hccl": 32 << 20}
-"""What a group of two takes of the device at each end: with `Nccl.MAX_CTAS`, measured; two buffers of HCCL's."""
+PAIR_BYTES = {library.name: library.PAIR_BYTES for library in (Nccl, Hccl)}
+"""What a group of two takes of the device at each end."""
 WILDCARDS = ("", "0.0.0.0", "::", "*")
 MESSAGE_BYTES = 64 * 2**20
 BATCH_MESSAGES = 256
@@ -144,6 +144,14 @@ def device_transport(collective: str) -> str | None:
     """The pair transport of a backend's device memory, from `Backend.collective` (e.g. "cpu:gloo,cuda:nccl")."""
     libraries = [entry.rpartition(":")[2] for entry in collective.split(",")]
     return next((library for library in libraries if library in DEVICE), None)
+
+
+def pair_bytes(transport: str, collective: str, *, same_node: bool) -> int:
+    """What a connection takes of the device at each end, with `weight_sync.transport` and `Backend.collective`, where
+    processes of one node can map each other's memory."""
+    if transport == "auto":
+        transport = "" if same_node else device_transport(collective) or HOST
+    return PAIR_BYTES.get(transport, 0)
 
 
 def require_library(transport: str, backend: Backend) -> None:

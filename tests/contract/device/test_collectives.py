@@ -188,13 +188,13 @@ def test_a_tensor_that_the_library_would_misread_is_refused(both: Both) -> None:
 def test_hccl_has_small_buffers_and_says_when_they_do_not_fit(both: Both) -> None:
     if both.name != "npu":
         pytest.skip("HCCL's buffers")
-    sender, receiver = both.connect()
-    assert both.counter("used") == 2 * 2 * Hccl.BUFFER_MIB << 20, "two ends in this process"
-    both.library.fake_set_total(ctypes.c_size_t(80 << 20))
+    both.library.fake_set_total(ctypes.c_size_t((4 << 30) + (16 << 20)))
+    pairs = [both.connect() for _ in range(64)]
+    assert both.counter("used") == 64 * 2 * Hccl.PAIR_BYTES == 4 << 30, "two ends in this process"
     with pytest.raises(LinkBroken, match="HcclCommInitRootInfoConfig failed with 3"):
         both.build(dist.HashStore(), 0)
-    sender.abort()
-    receiver.abort()
+    for end in (end for pair in pairs for end in pair):
+        end.abort()
     assert both.counter("used") == 0
 
 

@@ -14,7 +14,7 @@
 
 enum { PAIR_OK, PAIR_SYSTEM, PAIR_ARGUMENT, PAIR_USAGE, PAIR_REMOTE, PAIR_PENDING, PAIR_OOM };
 #define PAIR_MAGIC 0x9a17u
-#define PAIR_MAX 64
+#define PAIR_MAX 256
 
 typedef struct {
   void *address;

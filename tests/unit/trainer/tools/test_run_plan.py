@@ -106,6 +106,21 @@ COLOCATED: Sections = {
     "rollout": {"num_replicas": 4},
 }  # fmt: skip
 THREE_ENGINES: Sections = {"rollout": {"num_replicas": 3, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5}}
+MIB = 1 << 20
+
+
+def apart(collective: str, ranks: int, replicas: int, *, relay: str = "auto") -> tuple[Sections, dict[str, Any]]:
+    """Learners on one node, and each engine on a node of its own."""
+    sections = {
+        "learner": {"num_ranks": ranks, "max_tokens_per_micro_batch": 1024},
+        "rollout": {"num_replicas": replicas, "gpu_memory_utilization": 0.5},
+        "weight_sync": {"relay": relay, "commit": "staged"},
+    }
+    nodes = {f"learner_{rank}": "learners" for rank in range(ranks)}
+    nodes |= {f"replica_{number}": f"engine {number}" for number in range(replicas)}
+    return sections, {"node_of": nodes, "device": BIG._replace(collective=collective)}
+
+
 P, SMALL, LARGE, ADAPTED = shape(), shape("0.5B"), shape("32B"), shape(lora_rank=8)
 NUM_CRITIC = NUM_7B - 152064 * 3584 + 3584 + 1
 CRITIC_ROOT = 152064 * 5120 + 5120 + 5120 + 1
@@ -202,6 +217,18 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
         "sync.rank_bytes": -(-3 * 2 * NUM_7B // 4)}),
     "relayed, a rank sends it once": ({**THREE_ENGINES, "weight_sync": {"relay": "auto"}}, {}, {
         "sync.rank_bytes": 2 * NUM_7B // 4, "sync.relays": True}),
+    "memory is mapped on one node": ({}, {"device": BIG._replace(collective="npu:hccl")}, {"sync.pairs": ((), ())}),
+    "or sent by the transport that is asked for": (
+        {"weight_sync": {"transport": "nccl"}}, {"device": BIG._replace(collective="cpu:gloo,cuda:nccl")},
+        {"groups of two (4)": 4 * 36 * MIB}),
+    "64 pairs of HCCL take 2 GiB of the learner": (*apart("npu:hccl", 1, 64, relay="off"), {
+        "groups of two (64)": 2 * GIB, "groups of two (1)": 32 * MIB}),
+    "a ring takes one": (*apart("npu:hccl", 1, 64), {
+        # A worker reads from two before it at most, and two after it from there.
+        "groups of two (1)": 32 * MIB, "groups of two (4)": 4 * 32 * MIB, "groups of two (64)": None}),
+    "of host memory there are none": (*apart("gloo", 1, 64, relay="off"), {"sync.pairs": ((), ())}),
+    "workers that read 64 learners each": (*apart("cpu:gloo,cuda:nccl", 64, 2, relay="off"), {
+        "groups of two (2)": 2 * 36 * MIB, "groups of two (64)": 64 * 36 * MIB}),
 }  # fmt: skip
 
 
