@@ -36,6 +36,7 @@ OF_THE_READER = {
     "model.path", "task.train_path", "task.eval_path", "task.reward.name", "checkpoint.resume", "telemetry.wandb",
 }  # fmt: skip
 """Keys whose files and packages may be missing here."""
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FAMILIES = sorted({metric.name.partition("/")[0] for metric in METRICS if "/" in metric.name})
 _METRIC = re.compile(rf"({'|'.join(_FAMILIES)})/[a-z0-9_]+(/[a-z0-9_]+)?")
 
@@ -153,6 +154,19 @@ def test_scripts_that_documents_name_exist_and_can_be_run() -> None:
     assert all(os.access(ROOT / script, os.X_OK) for script in shell), f"chmod +x one of {shell}"
 
 
+def test_files_that_documents_name_exist() -> None:
+    tops, missing = "configs|docs|rollout|tests|trainer|weight_sync", list[str]()
+    for document in documents():
+        if document.name == "benchmarks_history.md":
+            continue
+        # Capitals stand for a name that the reader chooses.
+        named = re.findall(
+            rf"(?<![\w/])((?:{tops})/[a-z_][a-z0-9_/.]*[a-z0-9_/])(?![\w*{{/.-])", document.read_text("utf-8")
+        )
+        missing += [f"{document.name} names {path}" for path in named if not (ROOT / path).exists()]
+    assert not missing, "\n".join(sorted(set(missing)))
+
+
 def anchors(document: Path) -> set[str]:
     """What a link into a document can name: its headings, as GitHub writes them into its pages."""
     found: set[str] = set()
@@ -185,6 +199,33 @@ def test_links_between_documents_lead_to_a_file_and_a_heading() -> None:
         elif anchor and anchor not in anchors(file):
             dangling.append(f"{document.name} links to {target}: no such heading")
     assert not dangling, "\n".join(dangling)
+
+
+def test_the_path_of_a_group_names_functions_that_are_there() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    section = text.partition("## From a prompt to an optimizer step")[2].partition("\n## ")[0]
+    rows = [row.split("|")[2:4] for row in section.splitlines() if row.startswith("|") and "`" in row]
+    calls = [call for row in rows for call in re.findall(r"`([\w.]+)`", row[0])]
+    files: set[str] = set()
+    for _, cell in rows:
+        files |= set(re.findall(r"`([\w/]+/\w+\.py)`", cell))
+        for folder, names in re.findall(r"`([\w/]+/)` \(([^)]*)\)", cell):
+            files |= {folder + name for name in re.findall(r"`(\w+\.py)`", names)}
+    known: set[str] = set()
+    for path in files:
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        for node in (one for one in ast.walk(tree) if isinstance(one, ast.ClassDef)):
+            known |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, FUNCTIONS)}
+        known |= {one.name for one in ast.walk(tree) if isinstance(one, FUNCTIONS)}
+        known |= {
+            f"{path.rpartition('/')[2].removesuffix('.py')}.{one.name}"
+            for one in tree.body
+            if isinstance(one, FUNCTIONS)
+        }
+    missing = [call for call in calls if call not in known]
+    assert not missing, f"docs/index.md names {missing}, which none of its files defines"
+    counted = re.search(r"(\d+) calls in (\d+) files", section)
+    assert counted and [int(one) for one in counted.groups()] == [len(calls), len(files)], (len(calls), len(files))
 
 
 def test_headings_become_the_anchors_that_github_makes(tmp_path: Path) -> None:
