@@ -84,8 +84,8 @@ LOADERS: dict[str, Load] = {
 
 BENCH = {
     "nonsense": ["--model", "gpt-9"],
-    "cases": ["--model", "tiny", "--device", "cpu", "--learners", "2", "--syncs", "2", "--case", "--device abacus",
-              "--case", "--timeout 30 --replicas 2"],
+    "cases": ["--model", "tiny", "--device", "cpu", "--learners", "2", "--syncs", "2", "--suite",
+              '[{"device": "abacus"}, {"timeout": 30, "replicas": 2}]'],
 }  # fmt: skip
 
 

@@ -689,7 +689,10 @@ def refused_calls() -> dict[str, list[str]]:
 
 def benched(argv: Sequence[str], folder: Path) -> dict[str, Any]:
     """Of a run of the benchmark: exit code, output (or errors) without numbers, and the fields of its JSON."""
-    out = folder / "out.json"
+    out, suite = folder / "out.json", folder / "suite.json"
+    if "--suite" in argv:
+        suite.write_text(argv[-1], encoding="utf-8")
+        argv = [*argv[:-1], str(suite)]
     ended = subprocess.run(
         [sys.executable, "-m", "weight_sync.bench", *argv, "--json", str(out)],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}, capture_output=True, text=True,

@@ -325,7 +325,9 @@ def sync(name: str, transport: str) -> Outcome:
     )
     if problems := found.problems():
         return Outcome("FAILED", problems)
-    return Outcome("ok", [f"{found.transport}, {found.commit}: {found.figures()['total_s']['p50'] * 1000:.1f} ms"])
+    return Outcome(
+        "ok", [f"{found.transport}, {found.commit}: {found.as_json()['figures']['total_s']['p50'] * 1000:.1f} ms"]
+    )
 
 
 PROBES: dict[str, Callable[..., Outcome]] = {

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
-import shlex
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from weight_sync.bench.case import Case, CaseError, make_case, read_suite
+from weight_sync.bench.case import Case, CaseError, read_cases
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +24,9 @@ Weights are random and made in place; nothing is downloaded."""
 EPILOG = """\
 examples:
   python -m weight_sync.bench --model tiny --device cpu --learners 2 --replicas 2 --syncs 3
-  python -m weight_sync.bench --model qwen2.5-7b --learners 4 --replicas 4 --json 7b.json --plot 7b.png
+  python -m weight_sync.bench --model qwen2.5-7b --learners 4 --replicas 4 --json 7b.json
   python -m weight_sync.bench --model qwen2.5-7b --learners 1 --replicas 1 --colocate
-  python -m weight_sync.bench --json all.json --case "--model qwen2.5-7b --learners 2 --replicas 2" \\
-                                              --case "--model qwen2.5-32b --learners 2 --replicas 1 --tp 2"
+  python -m weight_sync.bench --suite docs/data/weight_sync_4_devices.json --json all.json
 
 exit code: 0 all well; 1 a sync failed, bytes differed, memory or counters grew, or a request was lost;
 2 nothing can run here (for instance, too few devices) or the command line is wrong."""
@@ -56,36 +55,18 @@ def parser() -> argparse.ArgumentParser:
             how = {"choices": choices}
         group.add_argument(f"--{name.replace('_', '-')}", help=f"{meaning} (default {default})", **how)
     add = found.add_argument_group("several cases, output").add_argument
-    add("--case", action="append", metavar="OPTIONS", dest="cases", help="one more case: options that differ from the "
-        "others on this line, as one string; may be repeated")  # fmt: skip
-    add("--suite", type=Path, metavar="FILE.json", help="cases from a JSON list of objects, e.g. "
-        '[{"model": "qwen2.5-7b", "learners": 4}]')  # fmt: skip
+    add("--suite", type=Path, metavar="FILE.json", help="a JSON list with an object per case, which has the options "
+        'that differ from the others on this line: [{"learners": 4}, {"learners": 4, "tp": 2}]')  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="append a line of JSON per case as soon as it is done")
-    add("--plot", type=Path, metavar="FILE.png", help="draw one sync of the last case that worked (needs matplotlib)")
     return found
-
-
-def read_cases(arguments: dict[str, Any]) -> list[Case]:
-    """
-    Raises:
-        CaseError: a case that makes no sense.
-    """
-    cases, suite = arguments.pop("cases", []), arguments.pop("suite", None)
-    found = [] if suite is None else read_suite(suite, arguments)
-    for text in cases:
-        changes = vars(parser().parse_args(shlex.split(text)))
-        if extra := changes.keys() & {"cases", "suite", "json", "plot"}:
-            raise CaseError(f"--case {text!r} cannot hold {', '.join(sorted(extra))}; put them outside")
-        found.append(make_case({**arguments, **changes}, where=f"--case {text!r}"))
-    return found or [make_case(arguments, where="command line")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run every case, one after the other, and go on after one that fails. Returns the exit code."""
     arguments = vars(parser().parse_args(argv))
-    json_path, plot_path = arguments.pop("json", None), arguments.pop("plot", None)
+    json_path = arguments.pop("json", None)
     try:
-        cases = read_cases(arguments)
+        cases = read_cases(arguments.pop("suite", None), arguments)
     except CaseError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
@@ -93,28 +74,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     # while this process does; recording a layout imports torch._dynamo by itself.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["weight_sync.bench.hosts", "torch._dynamo"])
     forkserver.ensure_running()
-    from weight_sync.bench import report
+    from weight_sync.bench.report import Results, table
     from weight_sync.bench.run import measure
 
-    problems: list[bool] = []
-    num_refused, picture = 0, ""
+    exits: set[int] = set()
     for case in cases:
         try:
-            results = measure(case)
+            results, exit_code = measure(case), EXIT_FAILED
         except CaseError as error:
-            results = report.Results(case=case, failures=[str(error)])
-            num_refused += 1
-        sys.stdout.write(report.table(results))
+            results, exit_code = Results(case=case, failures=[str(error)]), EXIT_USAGE
+        found = results.as_json()
+        exits.add(EXIT_DONE if found["ok"] else exit_code)
+        sys.stdout.write(table(found))
         sys.stdout.flush()
         if json_path is not None:
-            report.append_json(results, json_path)
-        if plot_path is not None and results.samples:
-            picture = f"{report.plot(results, plot_path)}\n"
-        problems.append(bool(results.problems()))
-    sys.stdout.write(picture)
-    if num_refused == len(cases):
-        return EXIT_USAGE
-    return EXIT_FAILED if any(problems) else EXIT_DONE
+            with json_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+    return exits.pop() if len(exits) == 1 else EXIT_FAILED
 
 
 if __name__ == "__main__":

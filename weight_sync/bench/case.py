@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+DTYPE = "bfloat16"
+"""What the engines store and what travels."""
 NUM_WARM_UPS = 2
 """Syncs before those that count: the first opens device code, the second finds everything open."""
 
@@ -30,26 +32,22 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tp: Annotated[int, "workers per replica", "N"] = 1
     colocate: Annotated[bool, "worker i shares device i with learner i; else workers follow the learners", ""] = False
     device: Annotated[str, "auto, cpu or the name of a backend", "NAME"] = "auto"
-    dtype: Annotated[str, "what the engines store and what travels", "NAME"] = "bfloat16"
-    master_dtype: Annotated[str, "what the learners hold", "NAME"] = "float32"
+    master_dtype: Annotated[str, f"what the learners hold; {DTYPE} travels", "NAME"] = "float32"
     transport: Annotated[str, "auto, or a transport by name, such as ipc or shm", "NAME"] = "auto"
     commit: Annotated[Literal["auto", "staged", "inplace"], "beside generation, or in the pause", ""] = "auto"
     slots: Annotated[int, "versions a learner can hold at once", "N"] = 2
-    verify: Annotated[bool, "compare digests of what arrives", ""] = True
     churn: Annotated[bool, "before each sync, allocate, free, and empty the allocator's cache everywhere", ""] = False
     option: Annotated[tuple[str, ...], "other fields of SyncOptions; may be repeated", "FIELD=VALUE"] = ()
     syncs: Annotated[int, f"syncs that count, after {NUM_WARM_UPS} to warm up", "N"] = 20
     timeout: Annotated[float, "deadline of one sync", "S"] = 60.0
     case_timeout: Annotated[float, "deadline of a whole case", "S"] = 300.0
     baselines: Annotated[bool, "also measure two broadcast schemes in common use", ""] = True
-    bucket_mib: Annotated[int, "size of a bucket of the packed baseline", "N"] = 512
     engine: Annotated[
         Literal["synthetic", "vllm"], "parameters and nothing else, or engines with random weights that generate", ""
     ] = "synthetic"
     requests: Annotated[int, "vllm: requests in flight per replica", "N"] = 64
     max_tokens: Annotated[int, "vllm: tokens per request", "N"] = 256
     gpu_memory_utilization: Annotated[float, "vllm: fraction of the device", "F"] = 0.4
-    enforce_eager: Annotated[bool, "vllm: no compilation, no device graphs", ""] = False
 
     def __post_init__(self) -> None:
         for name in ("learners", "replicas", "tp", "syncs", "slots", "requests"):
@@ -87,26 +85,25 @@ def assign_devices(case: Case, num_devices: int) -> tuple[list[int], list[list[i
     return list(range(case.learners)), [list(range(start, start + case.tp)) for start in starts]
 
 
-def read_suite(path: Path, defaults: Mapping[str, Any]) -> list[Case]:
-    """The cases of a JSON file: a list of objects, each with the fields in which it differs from `defaults`.
+def read_cases(suite: Path | None, options: Mapping[str, Any]) -> list[Case]:
+    """The case that `options` describe, or those of a JSON file: a list of objects, each with the fields in which it
+    differs from them.
 
     Raises:
-        CaseError: not such a file, or an unknown field.
+        CaseError: names the file, the case and the field that is wrong.
     """
+    if suite is None:
+        return [_case(options, where="command line")]
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(suite.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CaseError(f"cannot read the suite {path}: {error}") from error
+        raise CaseError(f"cannot read the suite {suite}: {error}") from error
     if not isinstance(entries, list) or not entries:
-        raise CaseError(f'{path} must hold a list of objects such as {{"model": "qwen2.5-7b", "learners": 4}}')
-    return [make_case({**defaults, **entry}, where=f"{path}, case {i}") for i, entry in enumerate(entries, start=1)]
+        raise CaseError(f'{suite} must hold a list of objects such as {{"model": "qwen2.5-7b", "learners": 4}}')
+    return [_case({**options, **entry}, where=f"{suite}, case {i}") for i, entry in enumerate(entries, start=1)]
 
 
-def make_case(fields: Mapping[str, Any], *, where: str) -> Case:
-    """
-    Raises:
-        CaseError: names `where` and the field.
-    """
+def _case(fields: Mapping[str, Any], *, where: str) -> Case:
     try:
         return msgspec.convert(dict(fields), Case)
     except (msgspec.ValidationError, ValueError) as error:

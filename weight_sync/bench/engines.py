@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weight_sync.bench.processes import Child
+from weight_sync.bench.case import DTYPE
 from weight_sync.device.environment import merge_env
 from weight_sync.device.select import get_backend
 from weight_sync.device.visibility import seen_devices
@@ -42,16 +42,23 @@ SETTLE_S, UNDISTURBED_S, BETWEEN_SYNCS_S = 2.0, 3.0, 0.25
 SHUTDOWN_S = 30.0
 
 
-def make_engine(case: Case, name: str, devices: Sequence[int]) -> Child:
-    """
+def engine_setup(case: Case, devices: Sequence[int]) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Variables of an engine's processes, of which a value that the user has set wins; and the places of its devices.
+
     Raises:
         UnsupportedVllm: vLLM is missing or of another version.
     """
     check_vllm_version()
     backend = get_backend(case.device)
     seen, places = engine_devices(backend, devices, num_devices=backend.num_devices(), environ=os.environ)
-    environment = {**engine_environment(case, backend), **seen}
-    return Child(name, VllmHost, case, environment, places, has_children=True)
+    found = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if backend.name == "cpu":
+        # No plugins; no C++ compiler run for one small function of the sampler.
+        found |= {"VLLM_PLUGINS": "", "TORCHDYNAMO_DISABLE": "1"}
+        if case.tp == 1:
+            found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    own = {name: value for name, value in found.items() if name not in os.environ}
+    return {**merge_env(backend.process_env("engine"), own, os.environ), **seen}, places
 
 
 def engine_devices(
@@ -62,30 +69,17 @@ def engine_devices(
     return seen_devices(backend, ids, num_devices=num_devices, environ=environ, own_first=not takes_device_ids())
 
 
-def engine_environment(case: Case, backend: Backend) -> dict[str, str]:
-    """Variables of an engine's processes. A value that the user has set wins."""
-    found = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if backend.name == "cpu":
-        # No plugins; no C++ compiler run for one small function of the sampler.
-        found |= {"VLLM_PLUGINS": "", "TORCHDYNAMO_DISABLE": "1"}
-        if case.tp == 1:
-            found["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    own = {name: value for name, value in found.items() if name not in os.environ}
-    return merge_env(backend.process_env("engine"), own, os.environ)
-
-
 def engine_arguments(case: Case, backend: Backend, folder: str) -> dict[str, Any]:
     """Arguments of vLLM's `AsyncEngineArgs`."""
     found: dict[str, Any] = {
         "model": folder,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "dtype": case.dtype,
+        "dtype": DTYPE,
         "tensor_parallel_size": case.tp,
         "max_model_len": PROMPT_TOKENS + case.max_tokens,
         "max_num_seqs": case.requests,
         "worker_extension_cls": EXTENSION,
-        "enforce_eager": case.enforce_eager,
         "disable_log_stats": True,
         **backend.engine_defaults(),
     }
@@ -106,7 +100,7 @@ class VllmHost:
         self._thread.start()
         # Gone once the engine is up, so that one that is killed leaves nothing behind.
         with tempfile.TemporaryDirectory(prefix="weight-sync-bench-") as folder:
-            config = json.dumps(case.architecture.config(case.dtype))
+            config = json.dumps(case.architecture.config(DTYPE))
             (Path(folder) / "config.json").write_text(config, encoding="utf-8")
             arguments = engine_arguments(case, get_backend(case.device), folder)
             self._engine = _launch({**arguments, **device_arguments(places)})
@@ -247,14 +241,17 @@ def merged(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def windows_of(replica: str, samples: Sequence[SyncSample]) -> dict[str, list[Window]]:
     """When the engine `replica` pulled, took digests and committed; and the times from a publication to the first
-    commit, since while one replica commits others may wait for their turn, with nothing going on."""
+    commit, since while one replica commits others may wait for their turn, with nothing going on. A pull is reckoned
+    from when the coordinator asked, so a message's way too early."""
     found: dict[str, list[Window]] = {name: [] for name in ("pull", "attest", "until_commit", "commit")}
     for sample in samples:
-        spans = [span for span in sample.spans if span.phase == "commit"]
-        found["commit"] += [(span.started, span.stopped) for span in spans if span.party == replica]
-        found["until_commit"].append((sample.published, min(span.started for span in spans)))
-        workers = [name for name in sample.pulls if name.startswith(f"{replica}/")]
-        for phase in ("pull", "attest"):
-            starts, stops = zip(*(sample.windows(name)[phase] for name in workers), strict=True)
-            found[phase].append((min(starts), max(stops)))
+        begun = sample.published + sample.report.pin_s
+        reports = [report for name, report in sample.pulls.items() if name.startswith(f"{replica}/")]
+        pulled = [begun + report.pull_s for report in reports]
+        found["pull"].append((begun, max(pulled)))
+        found["attest"].append(
+            (min(pulled), max(report.attest_s + at for report, at in zip(reports, pulled, strict=True)))
+        )
+        found["until_commit"].append((sample.published, min(started for started, _ in sample.commits.values())))
+        found["commit"].append(sample.commits[replica])
     return found
