@@ -1,8 +1,9 @@
-"""`python -m trainer`: compose the configuration, check it, run. See `python -m trainer --help`."""
+"""`python -m trainer`: compose the configuration, check it, run; or run a tool. See `python -m trainer --help`."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import sys
@@ -25,16 +26,30 @@ EXIT_NO_READER = 141
 
 _MAX_LIKELY_AGE_S = 600.0
 
+TOOLS = {
+    "advise": "trainer.tools.advise",
+    "bench": "trainer.tools.bench",
+    "check": "trainer.tools.check_plugin",
+    "doctor": "trainer.tools.doctor",
+    "export": "trainer.tools.export",
+    "sleep": "trainer.tools.sleep",
+    "view": "trainer.tools.view",
+}
+"""First word of a command line -> the module whose `main` it is, imported when it is asked for."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 1 failed, 2 configuration or data error, 130 interrupted,
-    141 the reader of stdout is gone.
+    141 the reader of stdout is gone. A tool, which the first word names, has exit codes of its own.
 
     An unexpected error leaves this function: Python prints it and exits with 1.
     """
     started_at = process_started_at()
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and (tool := TOOLS.get(arguments[0])) is not None:
+        return importlib.import_module(tool).main(arguments[1:])
     try:
-        line = parse(sys.argv[1:] if argv is None else argv)
+        line = parse(arguments)
         if line.action != "run":
             return _show(line, started_at)
         # On stderr, since a run that is refused leaves stdout empty; at once, since the imports after it take seconds.

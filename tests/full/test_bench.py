@@ -26,7 +26,7 @@ TIMEOUT_S = 300.0
 
 
 def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer.bench", "--out", str(out), "--tiny", "--device", "cpu", *arguments]
+    command = [sys.executable, "-m", "trainer", "bench", "--out", str(out), "--tiny", "--device", "cpu", *arguments]
     return subprocess.run(
         command,
         cwd=ROOT,

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.timing, pytest.mark.timeout(300)]
 
 
 def test_every_probe_finds_this_machine_well() -> None:
-    command = [sys.executable, "-m", "trainer.tools", "doctor", "--device", "cpu"]
+    command = [sys.executable, "-m", "trainer", "doctor", "--device", "cpu"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = re.findall(r"^(?:ok|warning) +(sync by \w+|\w+)  ", ended.stdout, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""`python -m trainer.export` on checkpoints of two real ranks (gloo), against what their learners export."""
+"""`python -m trainer export` on checkpoints of two real ranks (gloo), against what their learners export."""
 
 from __future__ import annotations
 

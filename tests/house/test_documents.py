@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import itertools
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 from scripts.generate_docs import PAGE, configuration_page
 from tests.fakes.metric_names import METRICS, find_row
 from tests.house.source import ROOT, Module, docstrings, modules
+from trainer.__main__ import TOOLS
 from trainer.config.cli import parse
 from trainer.config.compose import resolve
 from trainer.config.plain import RENAMED as RENAMED_KEYS
@@ -27,7 +29,7 @@ REFRESH = "run: python scripts/generate_docs.py"
 PRODUCERS = ("trainer/driver/", "trainer/learner/", "trainer/data/", "trainer/telemetry/", "rollout/")
 CLUSTER = " ray.address=10.0.0.1:6379"
 STARTS = {
-    r"python -m trainer(?!\.)": "",
+    rf"python -m trainer(?! (?:{'|'.join(TOOLS)})\b)": "",
     r"scripts/multinode\.sh head \d+": CLUSTER,
     r"sbatch .*scripts/slurm\.sbatch": CLUSTER,
 }
@@ -165,6 +167,13 @@ def test_files_that_documents_name_exist() -> None:
         )
         missing += [f"{document.name} names {path}" for path in named if not (ROOT / path).exists()]
     assert not missing, "\n".join(sorted(set(missing)))
+
+
+def test_modules_that_documents_run_exist() -> None:
+    for document in documents():
+        text = document.read_text(encoding="utf-8")
+        for name in re.findall(r"python -m ((?:trainer|weight_sync|tests)\b[\w.]*\w)", text):
+            assert importlib.util.find_spec(name) is not None, f"{document.name}: there is no module {name} to run"
 
 
 def anchors(document: Path) -> set[str]:

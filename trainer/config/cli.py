@@ -139,8 +139,8 @@ Tandem trains a language model with reinforcement learning: learners (FSDP2) and
 
 Usage:
   python -m trainer [--config-name NAME] [--config-dir DIR] [GROUP=OPTION ...] [KEY=VALUE ...]
+  python -m trainer TOOL ...                one of the tools below; TOOL --help has more
   tandem ...                                the same, also where the working directory has a trainer.py
-  tandem advise|bench|check|export ...      trainer.advise, trainer.bench, trainer.check_plugin and trainer.export
 
 Options:
   --config-name NAME   configuration to start from (default: {default}); there are: {names}
@@ -166,7 +166,16 @@ Examples:
   python -m trainer --config-name grpo_7b task=math mode.max_staleness=2
   python -m trainer --config-dir my_configs --config-name my_run learner.lr=3e-6
   python -m trainer task.train_path=train.jsonl task.eval_path=test.jsonl task.reward.name=my_reward.py:score
-  python -m trainer algorithm.loss=my_package.losses.my_loss      (docs/add_a_loss.md; python -m trainer.check_plugin)
+  python -m trainer algorithm.loss=my_package.losses.my_loss      (docs/add_a_loss.md; python -m trainer check)
+
+Tools:
+  advise RUN_DIR       which side of a run waits for the other, and what to change
+  bench                runs of one workload in several modes, compared; bench learner: steps of the learner alone
+  check KIND FUNCTION  try your own loss, advantage, group filter or reward against its contract
+  doctor               whether this node has what a run needs
+  export RUN_DIR OUT   a checkpoint as a Hugging Face model
+  sleep MODEL          whether an engine that sleeps gives its device memory back
+  view RUN_DIR         what was sampled: prompts, responses and rewards
 
 Exit codes:
   0  done

@@ -65,7 +65,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SIGNAL_S = 1.0
 """Signals closer together count as one: a terminal and a parent process may both pass on the same Ctrl-C."""
 _MIN_STEPS = 5
-"""`trainer.advise` needs this many, and two more for each step of staleness."""
+"""`advise` needs this many, and two more for each step of staleness."""
 
 
 def run(cfg: RunConfig, *, started_at: float) -> int:
@@ -355,7 +355,7 @@ def _exit_reason(state: RunState) -> ExitReason:
 
 
 def _say_goodbye(console: Console, state: RunState, run_dir: RunDir, *, max_staleness: int) -> None:
-    """The last line is how it ended; before it the command of `trainer.advise`, if there are enough steps for it."""
+    """The last line is how it ended; before it the command of `advise`, if there are enough steps for it."""
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     last = state.reached if state.stop_reason == "accuracy_reached" else state.last_evaluation
     own = state.step - (state.resumed_from_step or 0)
@@ -378,5 +378,5 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir, *, max_stal
         say(f"warning: {state.failed_responses}")
     parts.append(f"see {run_dir.path}")
     if own >= _MIN_STEPS + 2 * max_staleness:
-        say(f"who waited for whom: python -m trainer.advise {shlex.quote(str(run_dir.path))}")
+        say(f"who waited for whom: python -m trainer advise {shlex.quote(str(run_dir.path))}")
     say("; ".join(parts))

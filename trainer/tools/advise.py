@@ -1,4 +1,4 @@
-"""`python -m trainer.advise RUN_DIR`: which side of a run waits for the other, and what to change.
+"""`python -m trainer advise RUN_DIR`: which side of a run waits for the other, and what to change.
 
 Exit codes: 0 there is a diagnosis, 1 too few steps for one, 2 the directory holds no run.
 """
@@ -129,7 +129,7 @@ class Recommendation:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.advise", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m trainer advise", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="directory of a run that has ended or is in progress")
     parser.add_argument("--json", action="store_true", help="print values for programs instead of words")
     args = parser.parse_args(argv)
@@ -509,7 +509,3 @@ def _split_text(found: Diagnosis, facts: RunFacts) -> list[str]:
 
 def _s(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""`python -m trainer.bench`: real runs of one workload in several modes, compared from their run directories.
+"""`python -m trainer bench`: real runs of one workload in several modes, compared from their run directories.
 
-Usage: python -m trainer.bench --out FILE.json [--workload w1] [--case MODE:SPLIT ...] [--set WHICH:KEY=VALUE ...]
+Usage: python -m trainer bench --out FILE.json [--workload w1] [--case MODE:SPLIT ...] [--set WHICH:KEY=VALUE ...]
 
 A case is a mode and its division of the devices: async:2+2 (2 learner devices and 2 for engines), sync:1+3,
 colocated:4 (learner and engines on all 4); NAME=MODE:SPLIT gives it another name. FILE.json gets figures of every case
@@ -18,17 +18,14 @@ model, with its weights and without MFU, because its shape is unknown here.
 Exit codes: 0 every case of this call has figures, 1 one has not, 2 the command line or the file is wrong.
 
 Example, on 4 devices with at most 10 minutes per call (MFU against 989 dense bfloat16 TFLOP/s of a device):
-  python -m trainer.bench --out w1.json --case async:2+2 --steps 6 --peak-tflops 989 --timeout-s 480
-  python -m trainer.bench --out w1.json --case sync:2+2 --steps 6 --peak-tflops 989 --timeout-s 480
-  python -m trainer.bench --out w1.json --show --plot w1.png
+  python -m trainer bench --out w1.json --case async:2+2 --steps 6 --peak-tflops 989 --timeout-s 480
+  python -m trainer bench --out w1.json --case sync:2+2 --steps 6 --peak-tflops 989 --timeout-s 480
+  python -m trainer bench --out w1.json --show
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import json
-import math
 import re
 import shutil
 import signal
@@ -56,9 +53,10 @@ from trainer.tools.bench_workload import (
     WORKLOADS,
     Case,
     InvalidCase,
-    Workload,
+    bench_parser,
     overrides_of,
     parse_case,
+    positive,
     run_config,
     with_overrides,
     workload,
@@ -66,10 +64,12 @@ from trainer.tools.bench_workload import (
 )
 from trainer.tools.run_process import RunOutcome, run_trainer
 from trainer.tools.run_records import read_records, read_spans
-from weight_sync.bench.shapes import MODELS
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Mapping, Sequence
+
+    from trainer.tools.bench_workload import Workload
 
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -77,31 +77,32 @@ DEFAULT_CASES = ("async:2+2", "sync:2+2", "colocated:4")
 ASK_DEVICE_TIMEOUT_S = 120.0
 # In a separate process: one that asks a driver holds a part of the device until it ends.
 _ASK_DEVICE = """
-import os, sys, torch
+import os, sys
 from weight_sync.device.select import get_backend
 backend = get_backend(sys.argv[1])
-module = torch.get_device_module(backend.torch_device)
-named = getattr(module, "get_device_name", None)
-print(f"{backend.num_devices()} x {named(0)}" if named else f"{backend.name}, {os.cpu_count()} cores")
+name = backend.device_name()
+print(f"{backend.num_devices()} x {name}" if name else f"{backend.name}, {os.cpu_count()} cores")
 """
-LEARNER, ENGINES, PAUSE = "#f58518", "#4c78a8", "#e45756"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
+    if argv[:1] == ["learner"]:
+        from trainer.tools.bench_learner import main as bench_learner
+
+        return bench_learner(argv[1:])
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.plot is not None and not can_plot():
-        parser.error("--plot needs matplotlib, which is no dependency of Tandem: pip install matplotlib")
-    work = workload(args.workload, is_tiny=args.tiny, shape=args.shape)
     try:
-        runs = load_results(args.out, work, is_shown_only=args.show)
+        if args.show:
+            sys.stdout.write(table(load_results(args.out)))
+            return EXIT_DONE
+        work = workload(args.workload, is_tiny=args.tiny, shape=args.shape)
+        runs = load_results(args.out, work)
         chosen = [parse_case(text, tensor_parallel_size=args.tp) for text in args.case or DEFAULT_CASES]
-        cases = [] if args.show else _only(with_overrides(chosen, args.set), args.only)
+        cases = with_overrides(chosen, args.set)
     except (InvalidCase, WorkloadMismatch) as error:
         parser.error(str(error))
-    if args.skip_done:
-        cases = [case for case in cases if not _is_done(runs.get(case.name))]
     # A scheduler's signal ends the run, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for case in cases:
@@ -110,42 +111,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         save_results(args.out, work, runs)  # as soon as a case has ended
         _say(f"{case.name}: {result['problem'] or 'done'} after {result['wall_s']:.0f} s")
     sys.stdout.write(table(runs))
-    if args.plot is not None:
-        plot(runs, args.plot)
     return EXIT_DONE if all(_is_done(runs[case.name]) for case in cases) else EXIT_FAILED
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser("bench", about=__doc__, shape="qwen2.5-7b", num_steps=8)
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE.json", help="results; those of earlier calls stay in it")
     add("--workload", choices=sorted(WORKLOADS), default="w1", help="default: w1")
-    add("--shape", choices=sorted(MODELS), default="qwen2.5-7b",
-        help="model of the workload; one learner device holds 3B, not 7B (default qwen2.5-7b)")  # fmt: skip
     add("--tiny", action="store_true", help="a scaled-down workload for a CPU: whether it works, not how fast it is")
     add("--case", action="append", metavar="[NAME=]MODE:SPLIT", help=f"default: {' '.join(DEFAULT_CASES)}")
-    add("--only", action="append", default=[], metavar="WHICH", help="of the cases, run this mode or name alone")
-    add("--skip-done", action="store_true", help="leave out cases of which the file has figures")
-    add("--show", action="store_true", help="run nothing; print (and draw) what the file has")
-    add("--tp", type=_positive(int), default=1, metavar="N", help="devices per engine (default 1)")
+    add("--show", action="store_true", help="run nothing; print what the file has")
+    add("--tp", type=positive(int), default=1, metavar="N", help="devices per engine (default 1)")
     add("--set", action="append", default=[], metavar="WHICH:KEY=VALUE",
         help="a key of `python -m trainer` for a mode, a case, or all; e.g. async:mode.max_staleness=2")  # fmt: skip
-    add("--steps", type=_positive(int), default=8, metavar="N",
-        help="optimizer steps per case that count (default 8); a run makes --warmup + N + S")  # fmt: skip
-    add("--warmup", type=_positive(int), default=2, metavar="N",
-        help="first steps that do not count (default 2; S > 1 needs more, until its slots are open)")  # fmt: skip
-    add("--timeout-s", type=_positive(float), default=1800.0,
+    add("--timeout-s", type=positive(float), default=1800.0,
         help="deadline of a case (default 1800); its end takes up to a minute more")  # fmt: skip
-    add("--device", default="auto", help="device of the runs, as in `python -m trainer` (default auto)")
-    add("--peak-tflops", type=_positive(float), metavar="T",
+    add("--peak-tflops", type=positive(float), metavar="T",
         help="what one device can do in bfloat16, for MFU; an H200: 989. Without it there is no MFU")  # fmt: skip
     add("--commit", help="of the code, for the results of a copy without git (default: that of git)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw step times and timelines; needs matplotlib")
     return parser
 
 
@@ -213,13 +197,9 @@ class WorkloadMismatch(Exception):
     """The file holds results of something else."""
 
 
-def load_results(path: Path, work: Workload, *, is_shown_only: bool = False) -> dict[str, dict[str, Any]]:
-    """Results by the name of their case, in the order of their first runs; none without a file. With `is_shown_only`
-    they may be of the earlier workload, which had one length for all responses to a prompt.
-
-    Raises:
-        WorkloadMismatch: the file is not one of this workload.
-    """
+def load_results(path: Path, work: Workload | None = None) -> dict[str, dict[str, Any]]:
+    """Results by the name of their case, in the order of their first runs; none without a file. Raises WorkloadMismatch
+    if the file is not one of this workload, or (None) of any."""
     if not path.exists():
         return {}
     try:
@@ -227,10 +207,7 @@ def load_results(path: Path, work: Workload, *, is_shown_only: bool = False) -> 
         found, runs = content["workload"], content["runs"]
     except (ValueError, KeyError, TypeError) as error:
         raise WorkloadMismatch(f"{path} holds no results ({error!r}); choose another file") from error
-    described = json.loads(json.dumps(asdict(work)))
-    if is_shown_only and isinstance(found, dict) and "lengths_per" not in found:
-        described.pop("lengths_per")
-    if found != described:
+    if work is not None and found != (described := json.loads(json.dumps(asdict(work)))):
         raise WorkloadMismatch(f"{path} holds results of workload {found}, not {described}; choose another file")
     return runs
 
@@ -280,92 +257,10 @@ def table(runs: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def can_plot() -> bool:
-    """Matplotlib is no dependency of Tandem."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draws the runs that have figures. Raises ValueError if none has."""
-    shown = {name: run for name, run in runs.items() if run["figures"]}
-    if not shown:
-        raise ValueError("no run has figures to draw")
-    import matplotlib as mpl  # pyright: ignore[reportMissingImports]
-
-    mpl.use("Agg")
-    from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(13, 1.6 + 0.9 * len(shown)), width_ratios=[2, 3], layout="constrained"
-    )
-    draw_steps(left, shown)
-    draw_timelines(right, shown)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def draw_steps(axes: Any, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Bars: mean step time with its range, and both bounds."""
-    for place, run in enumerate(runs.values()):
-        found = run["figures"]
-        step = found["step_s"]
-        error = [[step["mean"] - step["min"]], [step["max"] - step["mean"]]]
-        first = place == 0
-        axes.barh(place - 0.28, step["mean"], 0.26, xerr=error, color="0.45", label="step" if first else None)
-        axes.barh(place, found["generation_s"], 0.26, color=ENGINES, label="generation-bound" if first else None)
-        axes.barh(place + 0.28, found["learning_s"], 0.26, color=LEARNER, label="learning-bound" if first else None)
-        axes.text(step["max"], place - 0.28, f"  {found['ratio']:.2f} x bound", va="center", fontsize=8)
-    axes.set_yticks(range(len(runs)), list(runs))
-    axes.set(xlabel="seconds per step", xlim=(0, 1.35 * max(run["figures"]["step_s"]["max"] for run in runs.values())))
-    axes.invert_yaxis()
-    axes.legend(loc="lower right", fontsize=8)
-
-
-def draw_timelines(axes: Any, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Per run: the learner's steps as blocks above, groups with the engines as a curve below, pauses as ticks."""
-    for place, run in enumerate(runs.values()):
-        line = run["timeline"]
-        if not line:
-            continue
-        axes.broken_barh([(a, b - a) for a, b in line["learner"]], (place - 0.38, 0.3), color=LEARNER)
-        times, heights = [time for time, _ in line["running"]], [number for _, number in line["running"]]
-        most = max(heights, default=0) or 1
-        axes.fill_between(times, [place + 0.38] * len(times), [place + 0.38 - 0.4 * h / most for h in heights],
-                          step="post", color=ENGINES, lw=0)  # fmt: skip
-        axes.vlines([a for a, _ in line["paused"]], place - 0.06, place + 0.4, color=PAUSE, lw=0.8)
-    axes.set_yticks(range(len(runs)), list(runs))
-    axes.set(xlabel="seconds of a steady stretch\nlearner (above), groups with the engines (below), pauses (red)")
-    axes.invert_yaxis()
-
-
-def _only(cases: Sequence[Case], which: Sequence[str]) -> list[Case]:
-    """Raises InvalidCase if a word reaches no case."""
-    for word in which:
-        if not any(word in (case.mode, case.name) for case in cases):
-            raise InvalidCase(f"--only {word}: no such case; there are {', '.join(case.name for case in cases)}")
-    return [case for case in cases if not which or {case.mode, case.name} & set(which)]
-
-
 def _is_done(run: Mapping[str, Any] | None) -> bool:
     return run is not None and bool(run["figures"]) and not run["problem"]
-
-
-def _positive(kind: type[int] | type[float]) -> Any:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not (math.isfinite(value) and value > 0):
-            raise argparse.ArgumentTypeError(f"must be finite and above 0, got {text}")
-        return value
-
-    parse.__name__ = f"positive {kind.__name__}"
-    return parse
 
 
 def _say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""`python -m trainer.bench learner`: steps of the learner alone, without engines, Ray or weights on disk.
+"""`python -m trainer bench learner`: steps of the learner alone, without engines, Ray or weights on disk.
 
-Usage: python -m trainer.bench learner [--shape SHAPE] [--longest N] [--micro-batch N] [--json FILE] [KEY=VALUE ...]
+Usage: python -m trainer bench learner [--shape SHAPE] [--longest N] [--micro-batch N] [--json FILE] [KEY=VALUE ...]
 
 Every step trains the same packed rows of exactly --micro-batch tokens. Lengths of sequences come from a seeded Pareto
 (shape 1, at least --shortest, cut at --longest); the last sequence of a row is cut to what is left. Weights are random.
@@ -10,12 +10,11 @@ MFU counts the operations that the model asks for, without what is recomputed, a
 of torch's allocator, from the start of the first step, and "planned" is what `--dry-run` counts for the same things.
 
 Example, one H200 against its data sheet:
-  python -m trainer.bench learner --shape qwen2.5-1.5b --longest 8192 --micro-batch 32768 --json 1.5b.json
+  python -m trainer bench learner --shape qwen2.5-1.5b --longest 8192 --micro-batch 32768 --json 1.5b.json
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import statistics
@@ -42,11 +41,13 @@ from trainer.learner.fit import fit_micro_batch
 from trainer.learner.fsdp import open_store
 from trainer.learner.model import load_config
 from trainer.learner.policy import PolicyTrainer
+from trainer.tools.bench_workload import bench_parser, positive
 from trainer.tools.memory_plan import Device, gib, learner_items, model_shape, planned_tokens, with_tokens
-from weight_sync.bench.shapes import MODELS, architecture
+from weight_sync.bench.shapes import architecture
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from trainer.config.schema import RunConfig
@@ -113,7 +114,6 @@ class Job:
     num_warmup: int
     num_steps: int
     device: str
-    cpu_threads: int
     is_away_between_steps: bool
     overrides: tuple[str, ...]
     profile: str | None
@@ -173,7 +173,6 @@ def main(argv: Sequence[str]) -> int:
         num_warmup=args.warmup,
         num_steps=args.steps,
         device=get_backend(args.device).name,
-        cpu_threads=args.cpu_threads,
         is_away_between_steps=args.away,
         overrides=tuple(args.overrides),
         profile=None if args.profile is None else str(args.profile),
@@ -204,24 +203,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.bench learner",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser("bench learner", about=__doc__, shape="qwen2.5-1.5b", num_steps=5)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="keys of `python -m trainer`")
-    add("--shape", choices=sorted(MODELS), default="qwen2.5-1.5b", help="of the model (default qwen2.5-1.5b)")
-    add("--longest", type=_positive, default=8192, metavar="N", help="tokens of the longest sequence (default 8192)")
-    add("--shortest", type=_positive, metavar="N", help="default: a sixteenth of --longest; equal: no other lengths")
-    add("--micro-batch", type=_positive, metavar="N", help="tokens of each packed row (default: as many as fit)")
-    add("--micro-batches", type=_positive, default=4, metavar="N", help="per rank and step (default 4)")
-    add("--ranks", type=_positive, default=1, metavar="N", help="learner processes, one per device (default 1)")
-    add("--steps", type=_positive, default=5, metavar="N", help="that count (default 5); figures are medians")
-    add("--warmup", type=_positive, default=2, metavar="N", help="steps before them (default 2)")
-    add("--device", default="auto", help="as in `python -m trainer` (default auto)")
-    add("--cpu-threads", type=_positive, default=1, metavar="N", help="per rank, on a CPU (default 1)")
+    add("--longest", type=positive(int), default=8192, metavar="N", help="of the longest sequence (default: 8192)")
+    add("--shortest", type=positive(int), metavar="N", help="default: a sixteenth of --longest; equal: all alike")
+    add("--micro-batch", type=positive(int), metavar="N", help="tokens of each packed row (default: as many as fit)")
+    add("--micro-batches", type=positive(int), default=4, metavar="N", help="per rank and step (default 4)")
+    add("--ranks", type=positive(int), default=1, metavar="N", help="learner processes, one per device (default 1)")
     add("--away", action="store_true", help="weights leave the device between steps, as where engines share it")
     add("--json", type=Path, metavar="FILE", help="figures, settings and versions")
     add("--profile", type=Path, metavar="FILE",
@@ -230,17 +219,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
-
-
 def _rank_main(rank: int, job: Job, cfg: RunConfig, port: int, folder: str) -> None:
-    backend = get_backend(job.device, cpu_threads=job.cpu_threads)
+    backend = get_backend(job.device, cpu_threads=cfg.device.cpu_threads)
     device = backend.set_device(rank if backend.ray_resource else 0)
     if device.type == "cpu":
-        torch.set_num_threads(job.cpu_threads)
+        torch.set_num_threads(cfg.device.cpu_threads)
     store = open_store("127.0.0.1", port, is_master=False, world_size=job.num_ranks, timeout_s=TIMEOUT_S)
     dist.init_process_group(
         backend.collective, store=store, rank=rank, world_size=job.num_ranks, timeout=timedelta(seconds=TIMEOUT_S)

@@ -1,22 +1,34 @@
-"""Workloads and cases of the benchmark. Lengths of responses are drawn from a seed and the prompt's number and written
-into the data set, so they cannot depend on the mode, the engine or the weights."""
+"""Workloads and cases of the benchmark, the agent that plays them, and options.
+
+Lengths of responses are drawn from a seed and the prompt's number and written into the data set, so they cannot depend
+on the mode, the engine or the weights.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import re
 import string
+import zlib
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from rollout.agent.trajectory_builder import TrajectoryBuilder
+from rollout.errors import AgentError
 from trainer.builtin.tiny_model import build_tokenizer
-from weight_sync.bench.shapes import Architecture, architecture
+from weight_sync.bench.shapes import MODELS, Architecture, architecture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from rollout.agent.loop import AgentLoop, Generate
+    from rollout.types import Prompt, Trajectory
 
 
 LENGTH_COLUMN = "response_tokens"
@@ -120,6 +132,44 @@ def write_inputs(work: Workload, folder: Path) -> tuple[Path, Path]:
     return model, prompts
 
 
+def forced_lengths(*, column: str = "response_tokens") -> AgentLoop:
+    """The factory for `task.agent`; `column` of the data set has the number of tokens of each response: a list, or one
+    number for all."""
+    return _ForcedLengths(column)
+
+
+class _ForcedLengths:
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self._num_begun: Counter[str] = Counter()
+        """By prompt. The responses of a group begin one after the other in one worker, so each has its own length."""
+
+    async def run(self, prompt: Prompt, max_tokens: int, generate: Generate) -> Trajectory:
+        """Exactly so many tokens: an end token does not end the response, it continues after it.
+
+        Rewarded with a number that depends on the sampled tokens alone and differs between responses, so that
+        advantages are not all 0.
+
+        Raises:
+            AgentError: the column does not hold a length that fits.
+        """
+        given = prompt.metadata.get(self._column)
+        lengths = given if isinstance(given, list | tuple) and given else [given]
+        wanted = lengths[self._num_begun[prompt.prompt_id] % len(lengths)]
+        self._num_begun[prompt.prompt_id] += 1
+        if not isinstance(wanted, int) or not 1 <= wanted <= max_tokens:
+            raise AgentError(f"column {self._column!r} must hold 1 to {max_tokens} tokens, got {wanted!r}")
+        builder = TrajectoryBuilder(prompt.token_ids)
+        while (left := wanted - builder.num_response_tokens) > 0:
+            completion = await generate(builder.token_ids(), left)
+            builder.add_generated(completion)
+            if completion.finish_reason == "abort":
+                return builder.finish("failed")
+        response = builder.token_ids()[len(prompt.token_ids) :]
+        builder.add_reward(zlib.crc32(response.tobytes()) % 1000 / 999)
+        return builder.finish("completed")
+
+
 def run_config(work: Workload, model: Path, prompts: Path) -> dict[str, Any]:
     """For `python -m trainer --config-dir`; a case adds its devices."""
     dtypes = {"rollout_dtype": work.dtype, "compute_dtype": work.dtype}
@@ -135,7 +185,7 @@ def run_config(work: Workload, model: Path, prompts: Path) -> dict[str, Any]:
             "max_prompt_tokens": work.prompt_tokens,
             "overlong_prompts": "error",
             "shuffle": False,
-            "agent": "trainer.bench.agent.forced_lengths",
+            "agent": f"{__name__}.forced_lengths",
             "agent_timeout_s": long_s,
             "reward": {"name": "zero"},
         },
@@ -292,3 +342,31 @@ def overrides_of(case: Case, work: Workload, *, num_steps: int, device: str) -> 
 def _key(override: str) -> str:
     """Of KEY=VALUE, which may have Hydra's + signs before it."""
     return override.partition("=")[0].lstrip("+")
+
+
+def bench_parser(command: str, *, about: str | None, shape: str, num_steps: int) -> argparse.ArgumentParser:
+    """With the options of every benchmark."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m trainer {command}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--shape", choices=sorted(MODELS), default=shape, help=f"of the model (default {shape})")
+    add("--steps", type=positive(int), default=num_steps, metavar="N", help=f"that count (default {num_steps})")
+    add("--warmup", type=positive(int), default=2, metavar="N",
+        help="steps before them (default 2; S > 1 needs more, until its slots are open)")  # fmt: skip
+    add("--device", default="auto", help="as in `python -m trainer` (default auto)")
+    return parser
+
+
+def positive(kind: type[int] | type[float]) -> Any:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not (math.isfinite(value) and value > 0):
+            raise argparse.ArgumentTypeError(f"must be finite and above 0, got {text}")
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"
+    return parse

@@ -1,9 +1,9 @@
-"""`python -m trainer.check_plugin`: tries a function of the user against its contract, without a run.
+"""`python -m trainer check`: tries a function of the user against its contract, without a run.
 
-    python -m trainer.check_plugin loss my_package.losses.my_loss [NUMBER=VALUE ...]
-    python -m trainer.check_plugin advantage my_package.estimators.my_estimator [NUMBER=VALUE ...]
-    python -m trainer.check_plugin group_filter my_package.filters.my_filter [NUMBER=VALUE ...] [--metadata JSON]
-    python -m trainer.check_plugin reward my_package.rewards.my_reward --prompt TEXT --response TEXT --answer TEXT
+    python -m trainer check loss my_package.losses.my_loss [NUMBER=VALUE ...]
+    python -m trainer check advantage my_package.estimators.my_estimator [NUMBER=VALUE ...]
+    python -m trainer check group_filter my_package.filters.my_filter [NUMBER=VALUE ...] [--metadata JSON]
+    python -m trainer check reward my_package.rewards.my_reward --prompt TEXT --response TEXT --answer TEXT
 
 Prints every check, for a reward first its value for the given response. It is called in a separate process, as in a
 run. Exit code 0 if all passed, 1 if one failed, 2 if the function cannot be loaded.
@@ -99,7 +99,7 @@ def _reward_checks(line: argparse.Namespace, stack: contextlib.ExitStack) -> lis
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.check_plugin", description="Try your own function against its contract.",
+        prog="python -m trainer check", description="Try your own function against its contract.",
         epilog="Exit code: 0 all checks passed, 1 a check failed, 2 the function cannot be loaded.",
     )  # fmt: skip
     kinds = parser.add_subparsers(dest="kind", required=True)
@@ -138,7 +138,3 @@ def _mapping(text: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return cast("dict[str, object]", value)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

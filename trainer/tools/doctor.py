@@ -1,4 +1,4 @@
-"""`python -m trainer.tools doctor`: checks whether this node has what a run needs, and prints a report to send.
+"""`python -m trainer doctor`: checks whether this node has what a run needs, and prints a report to send.
 
 Every probe runs in a process of its own and has a deadline: a driver that hangs or crashes costs one line of the
 report. The report shows environment variables that change how a process computes or communicates, and hides the values
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.tools doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m trainer doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--device", default="auto", choices=("auto", *AUTO_ORDER), help="default: the first that is there")
@@ -151,7 +151,3 @@ def cleaned(text: str, environ: Mapping[str, str]) -> str:
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -201,7 +201,7 @@ def _balance(plan: RunPlan, cfg: RunConfig) -> list[str]:
     return [
         *lines,
         f"  Decoding is assumed to reach {reached} of the arithmetic efficiency",
-        "  of training, as it did on H200s. Run some steps, and ask python -m trainer.advise RUN_DIR.",
+        "  of training, as it did on H200s. Run some steps, and ask python -m trainer advise RUN_DIR.",
     ]
 
 

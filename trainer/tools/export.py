@@ -1,6 +1,6 @@
 """Writes a checkpoint of the policy as a Hugging Face model directory.
 
-Usage: python -m trainer.export CHECKPOINT OUT [--model PATH] [--config FILE]
+Usage: python -m trainer export CHECKPOINT OUT [--model PATH] [--config FILE]
 
 CHECKPOINT is run_dir/checkpoints/step_N, or a run directory: its newest checkpoint. OUT is a directory that
 does not exist, or is empty. It gets what a run writes to run_dir/export when it finishes: weights in
@@ -114,7 +114,7 @@ def _checked_out(given: Path) -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.export",
+        prog="python -m trainer export",
         description=(__doc__ or "").partition("\n\nUsage")[0],
         epilog=(__doc__ or "").partition("[--config FILE]\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -162,7 +162,3 @@ def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
         fill_weights(meta, cfg, device=cpu)
     load_weights(checkpoint, {name: param.detach() for name, param in hf.named_parameters() if param.requires_grad})
     export_hf(out, model=hf, source_dir=meta.source_dir, config=model)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

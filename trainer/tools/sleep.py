@@ -1,4 +1,4 @@
-"""`python -m trainer.tools sleep MODEL`: shows whether an engine that sleeps gives its device memory back.
+"""`python -m trainer sleep MODEL`: shows whether an engine that sleeps gives its device memory back.
 
 `mode=colocated` depends on it, and a driver or a build of vLLM may keep the memory without saying so, ROCm before 6.3.4
 among them. One engine is started on the first device, put to sleep and woken a few times; what is free on the device is
@@ -57,7 +57,7 @@ def main(
 ) -> int:
     """Returns the exit code. `backend` and `build` are for tests."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.tools sleep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m trainer sleep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("model", help="directory with a config.json, or a name of the hub")
@@ -135,7 +135,3 @@ def _gib(nbytes: int) -> str:
 
 def _write(*lines: str) -> None:
     sys.stdout.writelines(f"{text}\n" for text in lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m trainer.view`: reads trajectories of a run.
+"""`python -m trainer view`: reads trajectories of a run.
 
 Exit codes: 0 something is shown, 1 there is nothing to show, 2 the command line is wrong or RUN_DIR cannot be read.
 """
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.view",
+        prog="python -m trainer view",
         description=(__doc__ or "").splitlines()[0],
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -280,7 +280,3 @@ def _at_least(minimum: int) -> Any:
 def _report(message: str, code: int) -> int:
     sys.stderr.write(f"{message}\n")
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -19,20 +20,7 @@ from trainer.tools.bench_learner import Rows, main
 if TYPE_CHECKING:
     from pathlib import Path
 
-SMALL = (
-    "--shape",
-    "tiny",
-    "--device",
-    "cpu",
-    "--micro-batch",
-    "96",
-    "--longest",
-    "64",
-    "--steps",
-    "1",
-    "--warmup",
-    "1",
-)
+SMALL = shlex.split("--shape tiny --device cpu --micro-batch 96 --longest 64 --steps 1 --warmup 1")
 
 
 def test_rows_are_full_repeatable_and_of_the_lengths_that_were_asked_for() -> None:
@@ -51,20 +39,8 @@ def test_rows_are_full_repeatable_and_of_the_lengths_that_were_asked_for() -> No
 
 def test_file_has_the_figures_of_two_ranks_and_a_profile_is_written(tmp_path: Path) -> None:
     file, profile = tmp_path / "found.json", tmp_path / "profile.txt"
-    arguments = [
-        *SMALL,
-        "--ranks",
-        "2",
-        "learner.lr=0.5",
-        "--micro-batches",
-        "2",
-        "--shortest",
-        "48",
-        "--longest",
-        "48",
-    ]
-    words = ["--json", str(file), "--profile", str(profile), "device.peak_tflops=1"]
-    assert main([*arguments, *words]) == 0
+    arguments = "--ranks 2 learner.lr=0.5 --micro-batches 2 --shortest 48 --longest 48 device.peak_tflops=1"
+    assert main([*SMALL, *shlex.split(arguments), "--json", str(file), "--profile", str(profile)]) == 0
     found = json.loads(file.read_text())
     computes = "not compiled, float32 logits, attention by padded blocks"
     assert found["learner"] == f"sharded, gathered once per step, {computes}"

@@ -1,4 +1,4 @@
-"""Checkpoint -> model directory: where `python -m trainer.export` finds what it needs, and what it refuses."""
+"""Checkpoint -> model directory: where `python -m trainer export` finds what it needs, and what it refuses."""
 
 from __future__ import annotations
 

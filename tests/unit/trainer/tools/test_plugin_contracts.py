@@ -1,4 +1,4 @@
-"""A user's function -> the rules of its contract that it breaks; `trainer.check_plugin`; examples of documents."""
+"""A user's function -> the rules of its contract that it breaks; `python -m trainer check`; examples of documents."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_the_document_lists_every_loss_aggregation_and_advantage() -> None:
 
 
 def test_commands_and_tests_of_the_documents_pass(package: Path, capsys: Capture) -> None:
-    commands = re.findall(r"^python -m trainer\.check_plugin (.*)$", LOSSES + FILTERS, re.MULTILINE)
+    commands = re.findall(r"^python -m trainer check (.*)$", LOSSES + FILTERS, re.MULTILINE)
     assert len(commands) == 4
     for command in commands:
         assert check_plugin.main(shlex.split(command)) == check_plugin.EXIT_KEPT, capsys.readouterr().out
@@ -358,7 +358,7 @@ def test_the_command_reports_with_its_exit_code(arguments: str, code: int, words
 
 
 def test_it_is_a_program(package: Path) -> None:
-    command = [sys.executable, "-m", "trainer.check_plugin", "advantage", "my_package.estimators.median_baseline"]
+    command = [sys.executable, "-m", "trainer", "check", "advantage", "my_package.estimators.median_baseline"]
     done = subprocess.run(
         command, cwd=package, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False
     )
