@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from weight_sync.messages import CommitResult, SyncReport, reply_state
     from weight_sync.publish.publisher import WeightPublisher
     from weight_sync.publish.shards import local_shards
-    from weight_sync.receive.receiver import WeightReceiver
-    from weight_sync.receive.service import WorkerService
+    from weight_sync.receive.receiver import WeightReceiver, WorkerService
     from weight_sync.vllm.compat import EXTENSION, UnsupportedVllm
     from weight_sync.vllm.replica import AsyncLLMReplica
 
@@ -55,7 +54,7 @@ _HOME_OF = {
     "SyncCoordinator": "control.coordinator", "SyncOptions": "control.epoch", "PublisherHandle": "control.members",
     "ReplicaHandle": "control.members", "get_backend": "device.select", "CommitResult": "messages",
     "SyncReport": "messages", "reply_state": "messages", "WeightPublisher": "publish.publisher",
-    "local_shards": "publish.shards", "WeightReceiver": "receive.receiver", "WorkerService": "receive.service",
+    "local_shards": "publish.shards", "WeightReceiver": "receive.receiver", "WorkerService": "receive.receiver",
     "EXTENSION": "vllm.compat", "UnsupportedVllm": "vllm.compat", "AsyncLLMReplica": "vllm.replica",
     **{name: "errors" for name, kind in vars(errors).items() if isinstance(kind, type)},
 }  # fmt: skip

@@ -48,9 +48,9 @@ from weight_sync.errors import PublisherLost, StaleEpoch, WeightSyncError
 from weight_sync.messages import (
     Answer,
     Envelope,
+    Ok,
     PeerAddress,
     Ping,
-    Pong,
     Refused,
     Request,
     Response,
@@ -69,7 +69,9 @@ MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 CHECK_S = 0.05
 """Interval at which a waiting client calls its `check`."""
 SPARE_FILES = 256
-"""Opened by others in the driver's process while an epoch lasts."""
+"""Opened by others in a process while an epoch lasts."""
+CLIENTS_BETWEEN_LOOKS = 64
+"""A server does not know how many clients it will have (replicas join), so it makes room for them as they come."""
 ZAP = "inproc://zeromq.zap.01"
 """Where libzmq asks whether a client's key is allowed (RFC 27)."""
 
@@ -107,6 +109,7 @@ class ControlServer:
         self._is_closing = False
         self._wake_lock = threading.Lock()
         """A descriptor that was closed must not be written to: its number may belong to another file by then."""
+        make_room(0, whom="its clients")
         public, secret = zmq.curve_keypair()
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
@@ -180,6 +183,11 @@ class ControlServer:
         version, request_id, *rest = question
         is_ours = len(rest) == 5 and rest[3] == b"CURVE" and rest[4] == zmq.utils.z85.decode(self._keys.public)
         self._counts["connections" if is_ours else "unauthentic"] += 1
+        if is_ours and self._counts["connections"] % CLIENTS_BETWEEN_LOOKS == 0:
+            try:
+                make_room(0, whom="its clients")
+            except WeightSyncError as error:
+                log.error("%s", error)
         verdict = (b"200", b"OK") if is_ours else (b"400", b"not a key of this run")
         self._zap.send_multipart([version, request_id, *verdict, b"", b""])
 
@@ -200,7 +208,7 @@ class ControlServer:
                 f"{self._keys.run_id!r}; open the receiver again"
             ))  # fmt: skip
         elif isinstance(envelope.request, Ping):
-            self._reply(*asked, Pong())
+            self._reply(*asked, Ok())
         elif asked not in self._waiting:
             self._answer(*asked, envelope)
 
@@ -350,7 +358,7 @@ class ControlClient:
             PublisherLost: no answer within `deadline_s`: dead, stopped, unreachable, or of another run.
             StaleEpoch: it serves another epoch.
         """
-        self.ask(Ping(), Pong, deadline_s=deadline_s)
+        self.ask(Ping(), Ok, deadline_s=deadline_s)
 
     def close(self) -> None:
         """Hang up. Waits for a question in flight, which has a deadline."""
@@ -468,7 +476,7 @@ class Switchboard:
         asking = asyncio.ensure_future(self.ask(line, request, kind, deadline_s=deadline_s))
         try:
             while not (await asyncio.wait({asking}, timeout=deadlines.PING_S))[0]:
-                pinging = asyncio.ensure_future(self.ask(line, Ping(), Pong, deadline_s=deadlines.PEER_TIMEOUT_S))
+                pinging = asyncio.ensure_future(self.ask(line, Ping(), Ok, deadline_s=deadlines.PEER_TIMEOUT_S))
                 try:
                     await asyncio.wait({asking, pinging}, return_when=asyncio.FIRST_COMPLETED)
                     if not asking.done() and isinstance(pinging.exception(), TimeoutError):

@@ -196,20 +196,20 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
 
     worker: int
     version: int
-    pull_s: float
-    pull_by_source: dict[int, float]
-    """Learner rank -> seconds."""
-    attest_s: float
-    commit_s: float
-    nbytes: int
+    pull_s: float = 0.0
+    pull_by_source: dict[int, float] = {}
+    """Learner rank -> seconds of its read, and of the second one where a digest differed."""
+    attest_s: float = 0.0
+    commit_s: float = 0.0
+    nbytes: int = 0
     skipped_bytes: int = 0
     """Of `nbytes`, those that were not read, because they are what they were in the version before."""
-    num_runs: int
-    num_retries: int
+    num_runs: int = 0
+    num_retries: int = 0
     """Sources pulled a second time because a digest differed."""
-    num_stalls: int
+    num_stalls: int = 0
     """Sources whose predecessor in a relay fell silent, so that the learner gave the rest."""
-    counters: dict[str, int]
+    counters: dict[str, int] = {}
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -427,16 +427,12 @@ class SlotAt(NamedTuple):
 
 
 class PrefetchRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prefetch"):
+    """Bring a version. Answered once it is here and verified; in place, once the worker knows where to read it."""
+
     version: int
     slots: tuple[SlotAt, ...]
     """At every learner rank. Pinned until every replica of the sync has read them."""
     deadline_s: float
-
-
-class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
-    """The version is here and verified; in place, the worker knows where to read it. Sent when that is so."""
-
-    version: int
 
 
 class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="link"):
@@ -447,10 +443,6 @@ class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
     predecessors: tuple[RelayHandle, ...]
     readers: tuple[str, ...]
     """Workers that read from you."""
-
-
-class Linked(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="linked"):
-    pass
 
 
 class AwaitRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="await"):
@@ -465,10 +457,6 @@ class AwaitRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 class Available(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="available"):
     position: int
     """Bytes of the source's part of the staging buffer, from its start, that hold the version and may be read."""
-
-
-class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
-    pass
 
 
 class Pinned(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pinned"):
@@ -486,20 +474,25 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="c
 
 
 class Ok(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="ok"):
-    pass
+    """What was asked for is so."""
 
 
-class PairMeet(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_meet"):
-    """Build group `group` (a nonce) of two, or go on building it: what my store holds that yours may lack."""
+class TransportRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a two-sided transport asks of the process that sends."""
 
     group: bytes
+    """A nonce: of a group of two."""
+
+
+class PairMeet(TransportRequest, frozen=True, kw_only=True, tag="pair_meet"):
+    """Build the group, or go on building it: what my store holds that yours may lack."""
+
     entries: dict[str, bytes]
 
 
-class PairSend(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_send"):
+class PairSend(TransportRequest, frozen=True, kw_only=True, tag="pair_send"):
     """Send these parts of a slot over the group, each as a message of its own, in this order."""
 
-    group: bytes
     number: int
     """Counts the orders given to this group, from 0, so that a repeated one is not carried out twice."""
     slot: int
@@ -507,16 +500,12 @@ class PairSend(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
     """(offset in the slot, bytes)."""
 
 
-class PairWatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_watch"):
+class PairWatch(TransportRequest, frozen=True, kw_only=True, tag="pair_watch"):
     """How far are you, and does the group still stand?"""
 
-    group: bytes
 
-
-class PairDrop(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_drop"):
+class PairDrop(TransportRequest, frozen=True, kw_only=True, tag="pair_drop"):
     """Abort the group; I have left it."""
-
-    group: bytes
 
 
 class PairMet(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pair_met"):
@@ -537,17 +526,12 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="r
     message: str
 
 
-TransportRequest = PairMeet | PairSend | PairWatch | PairDrop
-"""What a two-sided transport asks; `PublisherEnd.answer` answers."""
-
-
 TransportResponse = PairMet | PairState
-
-
-Request = Ping | Pin | Unpin | Check | ReplicaLeft | PrefetchRequest | LinkRequest | AwaitRequest | TransportRequest
-
-
-Response = Pong | Pinned | Checked | Ok | Arrived | Linked | Available | Refused | TransportResponse
+Request = (
+    Ping | Pin | Unpin | Check | ReplicaLeft | PrefetchRequest | LinkRequest | AwaitRequest
+    | PairMeet | PairSend | PairWatch | PairDrop
+)  # fmt: skip
+Response = Ok | Pinned | Checked | Available | Refused | TransportResponse
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):

@@ -17,9 +17,8 @@ from weight_sync.device.cpu import CpuBackend
 from weight_sync.messages import CommitResult, reply_state
 from weight_sync.plan.types import ParamMeta
 from weight_sync.publish.publisher import WeightPublisher
-from weight_sync.receive.receiver import WeightReceiver
+from weight_sync.receive.receiver import WeightReceiver, WorkerService
 from weight_sync.receive.recorder import record
-from weight_sync.receive.service import WorkerService
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

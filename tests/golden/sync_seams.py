@@ -39,7 +39,6 @@ from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.select import get_backend
 from weight_sync.errors import DeviceError
 from weight_sync.messages import (
-    Arrived,
     CommitResult,
     Ok,
     PackReport,
@@ -502,7 +501,7 @@ class _Lines:
         await asyncio.sleep(8.0 if how == "is slow" else 2.0)
         if how == "fails":
             raise errors.DigestMismatch(f"version {request.version} did not arrive whole")
-        return Arrived(version=request.version)
+        return Ok()
 
 
 class _Opener:
@@ -543,7 +542,9 @@ class _Opener:
         learner.pinned.add(version)
         return {0: Pinned(slot=0, generation=version, seal_s=0.1)}
 
-    def hang_up(self) -> None: ...
+    async def close(self, _agreement: Any, members: Sequence[Any], _timeout_s: float) -> None:
+        for member in members:
+            member.disconnect()
 
     async def on_publishers(self, method: str, version: int = 0, *_: object, timeout_s: float) -> list[bytes]:
         assert method == "ws_publish"

@@ -21,7 +21,7 @@ from tests.fakes.readable_extension import READABLE
 from weight_sync.control.coordinator import SyncCoordinator
 from weight_sync.control.epoch import SyncOptions
 from weight_sync.errors import SlotOverwritten
-from weight_sync.messages import Arrived, PrefetchRequest, SlotAt, WorkerStatus, open_reply
+from weight_sync.messages import Ok, PrefetchRequest, SlotAt, WorkerStatus, open_reply
 from weight_sync.vllm.replica import AsyncLLMReplica
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ async def test_worker_errors_reach_the_caller_with_their_type(rig: Rig) -> None:
         await coordinator.sync(1)
         slots = tuple(SlotAt(rank=rank, slot=0, generation=998) for rank in range(len(rig.ranks)))
         request = PrefetchRequest(version=77, slots=slots, deadline_s=PATIENT_S)
-        await coordinator._members["r0"].ask(0, request, Arrived, deadline_s=PATIENT_S)
+        await coordinator._members["r0"].ask(0, request, Ok, deadline_s=PATIENT_S)
         reply = (await rig.replica.call("ws_commit", 77, PATIENT_S, timeout_s=PATIENT_S))[0]
         with pytest.raises(SlotOverwritten, match="version 77"):
             open_reply(reply, WorkerStatus, party="r0/0")

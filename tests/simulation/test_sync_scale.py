@@ -19,11 +19,10 @@ from tests.simulation.sync_scale import table
 from weight_sync import deadlines
 from weight_sync.channel import ControlClient, ControlServer, Switchboard, make_run_keys
 from weight_sync.messages import (
-    Arrived,
     Available,
     AwaitRequest,
-    Linked,
     LinkRequest,
+    Ok,
     PeerAddress,
     PrefetchRequest,
     RelayHandle,
@@ -68,7 +67,7 @@ class FakeWorker:
                     self._giver = ControlClient(
                         zmq.Context.instance(), giver, self._keys, epoch=EPOCH, sender=self.name
                     )
-                return Linked()
+                return Ok()
             case PrefetchRequest():
                 reply: Future[Response] = Future()
                 threading.Thread(target=self._bring, args=(request.version, reply), daemon=True).start()
@@ -94,7 +93,7 @@ class FakeWorker:
             self._version, waiting, self._waiting = version, self._waiting, []
         for _, answer in waiting:
             answer.set_result(Available(position=1))
-        reply.set_result(Arrived(version=version))
+        reply.set_result(Ok())
 
 
 class Host:
@@ -170,10 +169,10 @@ async def test_a_version_costs_the_driver_one_socket_and_two_messages_per_worker
             )
             return LinkRequest(stages=routes[name].stages, predecessors=told, readers=())
 
-        await ask_all({name: link(name) for name in names}, Linked)
+        await ask_all({name: link(name) for name in names}, Ok)
         linked = time.monotonic()
         before = _counts([*hosts, learners])
-        await ask_all(dict.fromkeys(names, prefetch(1)), Arrived)
+        await ask_all(dict.fromkeys(names, prefetch(1)), Ok)
         synced = time.monotonic()
         spent = _counts([*hosts, learners]) - before
         num_heads = sum(not routes[name].stages[0].via for name in names)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PullTimeout, VersionUnavailable
 from weight_sync.messages import (
-    Arrived,
     CommitResult,
     Ok,
     PackReport,
@@ -145,7 +144,7 @@ class Lines:
             case _:
                 raise AssertionError(f"unexpected {request}")
 
-    async def _pull(self, request: PrefetchRequest) -> Arrived:
+    async def _pull(self, request: PrefetchRequest) -> Ok:
         rng, plan, version = self._fleet.rng, self._fleet.plan, request.version
         fails = rng.random() < plan.failed_pull_frac and version > 0  # a run whose first sync fails has not begun
         await asyncio.sleep(plan.sync_s / 3 * rng.paretovariate(1.5))
@@ -153,7 +152,7 @@ class Lines:
             raise PullTimeout(f"version {version} did not arrive")
         for _, slot, generation in request.slots:
             assert self._fleet.learner.slots.holding(slot, generation), "it was written over"
-        return Arrived(version=version)
+        return Ok()
 
 
 class Opener:
@@ -192,7 +191,9 @@ class Opener:
             case _:
                 raise AssertionError(f"unexpected {request} within {deadline_s} s")
 
-    def hang_up(self) -> None: ...
+    async def close(self, _agreement: Any, members: Sequence[Member], _timeout_s: float) -> None:
+        for member in members:
+            member.disconnect()
 
     async def on_publishers(self, method: str, version: int, *_: object, timeout_s: float) -> list[bytes]:
         assert method == "ws_publish"

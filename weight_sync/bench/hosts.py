@@ -36,8 +36,7 @@ from weight_sync.device.select import get_backend
 from weight_sync.plan.types import ShardBox
 from weight_sync.publish.publisher import WeightPublisher
 from weight_sync.publish.shards import chunk_rows
-from weight_sync.receive.receiver import WeightReceiver
-from weight_sync.receive.service import WorkerService
+from weight_sync.receive.receiver import WeightReceiver, WorkerService
 from weight_sync.transports.base import pieces
 
 if TYPE_CHECKING:

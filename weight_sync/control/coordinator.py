@@ -22,15 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weight_sync import deadlines
-from weight_sync.control.epoch import (
-    Agreement,
-    EpochOpener,
-    SyncOptions,
-    close_parties,
-    close_replicas,
-    release,
-    unlink,
-)
+from weight_sync.control.epoch import Agreement, EpochOpener, SyncOptions, close_replicas
 from weight_sync.control.members import (
     Member,
     MemberState,
@@ -38,9 +30,9 @@ from weight_sync.control.members import (
     ReplicaHandle,
     ReplicaState,
     ReplicaSync,
+    VersionPin,
     nothing,
 )
-from weight_sync.control.pins import VersionPin
 from weight_sync.errors import DigestMismatch, PullTimeout, ReplicaDirty, VersionUnavailable, WeightSyncError
 from weight_sync.messages import PackReport, PublishedDigests, ReplicaTimes, RunDigests, SyncReport, decode, open_reply
 
@@ -173,7 +165,6 @@ class SyncCoordinator:
                 f"need at least one learner rank and one replica with names of their own, got {len(publishers)} ranks "
                 f"and replicas {names}"
             )
-        self._publishers = tuple(publishers)
         self._listeners: list[Callable[[], object]] = []
         self._members = {replica.name: self._member(replica, clock) for replica in replicas}
         self._options = options
@@ -406,11 +397,11 @@ class SyncCoordinator:
             aside = (ReplicaState.LIVE, ReplicaState.HELD)
             lost = [other for other in self._members.values() if other.state not in aside]
             try:
-                unlinked = unlink(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
+                unlinked = self._opener.unlink(self._agreement, lost, self._close_timeout_s)
                 await asyncio.gather(self._relink(), unlinked)
             finally:
                 await close_replicas([member.handle], timeout_s=self._close_timeout_s)
-                await release(self._opener, self._agreement, name, timeout_s=self._close_timeout_s)
+                await self._opener.release(self._agreement, name, self._close_timeout_s)
 
     async def _unlink(self, name: str) -> None:
         """Nobody reads from a member that is about to be replaced: if it opens anew in the same process, what it has
@@ -422,7 +413,7 @@ class SyncCoordinator:
                     old.apply("replace")
                 # Lost ones too: their processes may live, and map what is about to be freed.
                 lost = [other for other in self._members.values() if other.state.public != "live"]
-                unlinked = unlink(self._opener, self._agreement, lost, timeout_s=self._close_timeout_s)
+                unlinked = self._opener.unlink(self._agreement, lost, self._close_timeout_s)
                 await asyncio.gather(self._relink(self._free()), unlinked)
 
     def _free(self) -> list[Member]:
@@ -446,7 +437,7 @@ class SyncCoordinator:
             log.warning("not every worker learned whom to read from: %s", error)
         if is_whole:
             leased = [member for member in self._members.values() if member.state is ReplicaState.HELD]
-            await unlink(self._opener, self._agreement, leased, timeout_s=self._close_timeout_s)
+            await self._opener.unlink(self._agreement, leased, self._close_timeout_s)
 
     async def _bring(
         self, members: Sequence[Member], pin: VersionPin, deadline: float
@@ -567,7 +558,7 @@ class SyncCoordinator:
         if pin is not None:
             await pin.close()
         members = list(self._members.values())
-        await close_parties(self._opener, agreement, members, self._publishers, timeout_s=self._close_timeout_s)
+        await self._opener.close(agreement, members, self._close_timeout_s)
 
     @property
     def _close_timeout_s(self) -> float:

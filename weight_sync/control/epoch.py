@@ -21,13 +21,11 @@ from weight_sync.control.members import gather_all
 from weight_sync.errors import PlanMismatch, PublisherLost, PullTimeout, WeightSyncError
 from weight_sync.messages import (
     CommitMode,
-    Linked,
     LinkRequest,
     Ok,
     OpenPublisher,
     OpenReceiver,
     Ping,
-    Pong,
     PublisherInfo,
     PublisherLayout,
     ReceiverInfo,
@@ -128,7 +126,7 @@ class EpochOpener:
         publishers = await self._open_publishers(shared, [shard.rank for shard in shards], deadline)
         agreement = Agreement(plan=shared, publishers=publishers, layout=recorded[first])
         self._learners = {info.rank: self._lines.dial(f"learner {info.rank}", info.address) for info in publishers}
-        await self.on_learners(agreement, Ping(), Pong, deadline_s=self.left(deadline))
+        await self.on_learners(agreement, Ping(), Ok, deadline_s=self.left(deadline))
         return agreement
 
     async def check_layout(self, agreement: Agreement, member: Member, deadline: float) -> None:
@@ -184,13 +182,13 @@ class EpochOpener:
         """
         await self._link(agreement, members, deadline, relay=self._options.relay)
 
-    async def unlink(self, agreement: Agreement, members: Sequence[Member], within_s: float) -> None:
-        """Let each of `members` read from the learners alone: it unmaps the memory of whom it was linked to.
-
-        Raises:
-            WeightSyncError, TimeoutError: a worker did not answer; the others were told all the same.
-        """
-        await self._link(agreement, members, self._clock() + within_s, relay="off")
+    async def unlink(self, agreement: Agreement | None, members: Sequence[Member], timeout_s: float) -> None:
+        """Let each of `members` read from the learners alone: it unmaps the memory of whom it was linked to. Raises
+        nothing of theirs; nothing to do without an agreement, which they would be linked by."""
+        if agreement is not None:
+            deadline = self._clock() + min(deadlines.UNLINK_S, timeout_s)
+            telling = self._link(agreement, members, deadline, relay="off")
+            await _quietly([telling], "did not unmap what it read from")
 
     async def _link(
         self, agreement: Agreement, members: Sequence[Member], deadline: float, *, relay: RelayMode
@@ -206,7 +204,7 @@ class EpochOpener:
             log.info("%s", line)  # before the first pull builds them
 
         async def tell(member: Member, index: int, request: LinkRequest) -> None:
-            await member.ask(index, request, Linked, deadline_s=self.left(deadline))
+            await member.ask(index, request, Ok, deadline_s=self.left(deadline))
 
         await gather_all(tell(m, index, request) for m in members for index, request in enumerate(requests[m.name]))
 
@@ -231,13 +229,28 @@ class EpochOpener:
         except TimeoutError as error:
             raise PullTimeout(str(error)) from error
 
-    async def release(self, agreement: Agreement, replica: str, within_s: float) -> None:
-        """Let every learner free what it keeps for a replica that left.
+    async def release(self, agreement: Agreement | None, replica: str, timeout_s: float) -> None:
+        """Let every learner free what it keeps for a replica that left. Raises nothing of theirs."""
+        if agreement is not None:
+            within_s = min(deadlines.UNLINK_S, timeout_s)
+            telling = self.on_learners(agreement, ReplicaLeft(replica=replica), Ok, deadline_s=within_s)
+            await _quietly([telling], f"did not hear that {replica} left")
 
-        Raises:
-            WeightSyncError: a learner did not answer; the others were told all the same.
-        """
-        await self.on_learners(agreement, ReplicaLeft(replica=replica), Ok, deadline_s=within_s)
+    async def close(self, agreement: Agreement | None, members: Sequence[Member], timeout_s: float) -> None:
+        """Close everyone, all steps together within `timeout_s`. `agreement` is what they were linked by, None if they
+        were not. Raises nothing of theirs."""
+        now = asyncio.get_running_loop().time
+        deadline = now() + timeout_s
+        least_s = min(deadlines.UNLINK_S, timeout_s / 3)  # of each step, whoever hangs in another
+        if len(members) > 1:
+            await self.unlink(agreement, members, least_s)
+        for member in members:
+            member.disconnect()
+        self.hang_up()
+        replicas = [member.handle for member in members]
+        await close_replicas(replicas, timeout_s=max(least_s, deadline - now() - least_s))
+        closing = (_close_learner(one, max(least_s, deadline - now())) for one in self._publishers)
+        await _quietly(closing, "did not close")
 
     def hang_up(self) -> None:
         """Close the lines to all workers. Idempotent."""
@@ -423,48 +436,6 @@ def _size(nbytes: int) -> str:
 
 _HANDLE_FIRST_S = 0.05
 """A handle that keeps its own limit has the first word: it knows what to make of a party that is silent."""
-
-
-async def close_parties(
-    opener: EpochOpener,
-    agreement: Agreement | None,
-    members: Sequence[Member],
-    publishers: Sequence[PublisherHandle],
-    *,
-    timeout_s: float,
-) -> None:
-    """Close everyone, all steps together within `timeout_s`. `agreement` is what they were linked by, None if they were
-    not. Raises nothing of theirs."""
-    now = asyncio.get_running_loop().time
-    deadline = now() + timeout_s
-    least_s = min(deadlines.UNLINK_S, timeout_s / 3)  # of each step, whoever hangs in another
-    if len(members) > 1:
-        await unlink(opener, agreement, members, timeout_s=least_s)
-    for member in members:
-        member.disconnect()
-    opener.hang_up()
-    replicas = [member.handle for member in members]
-    await close_replicas(replicas, timeout_s=max(least_s, deadline - now() - least_s))
-    await _quietly((_close_learner(one, max(least_s, deadline - now())) for one in publishers), "did not close")
-
-
-async def unlink(
-    opener: EpochOpener, agreement: Agreement | None, members: Sequence[Member], *, timeout_s: float
-) -> None:
-    """Let none of `members` read from another replica. Raises nothing of theirs."""
-    if agreement is not None:
-        await _quietly(
-            [opener.unlink(agreement, members, min(deadlines.UNLINK_S, timeout_s))], "did not unmap what it read from"
-        )
-
-
-async def release(opener: EpochOpener, agreement: Agreement | None, replica: str, *, timeout_s: float) -> None:
-    """Let the learners free what they keep for a replica that left. Raises nothing of theirs."""
-    if agreement is not None:
-        await _quietly(
-            [opener.release(agreement, replica, min(deadlines.UNLINK_S, timeout_s))],
-            f"did not hear that {replica} left",
-        )
 
 
 async def close_replicas(replicas: Iterable[ReplicaHandle], *, timeout_s: float) -> None:

@@ -281,6 +281,11 @@ class PackPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=Fa
             found.append(PackItem(meta.name, tuple(box[:ndim]), size, offset, nbytes))
         return tuple(found)
 
+    def segments_of_workers(self) -> dict[int, tuple[int, ...]]:
+        """Worker -> index into `segments` of each of its runs, in the order of its plan."""
+        workers, segments = self.readers.T
+        return {worker: tuple(segments[workers == worker].tolist()) for worker in np.unique(workers).tolist()}
+
 
 class PullPlan(msgspec.Struct, frozen=True, kw_only=True, array_like=True, eq=False, dict=True):
     """What one engine worker reads from the arenas for every version."""

@@ -17,8 +17,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,10 +32,6 @@ from weight_sync.messages import (
     Ok,
     OpenPublisher,
     PackReport,
-    PairDrop,
-    PairMeet,
-    PairSend,
-    PairWatch,
     Pin,
     PublishedDigests,
     PublisherInfo,
@@ -44,6 +39,7 @@ from weight_sync.messages import (
     ReplicaLeft,
     Request,
     Response,
+    TransportRequest,
     Unpin,
     decode,
     encode,
@@ -88,12 +84,8 @@ class Sealer:
         self._future: Future[None] | None = None
         self._version: int | None = None
         """What is being sealed, or was last."""
-        self._digests: tuple[BatchDigest, ...] = ()
-        if ranges:
-            slots = [end.slot(slot.index) for slot in table.slots]
-            self._digests = tuple(
-                BatchDigest(backend, [slot[start : start + size] for start, size in ranges]) for slot in slots
-            )
+        slots = [end.slot(slot.index) for slot in table.slots] if ranges else []
+        self._digests = [BatchDigest(backend, [slot[at : at + size] for at, size in ranges]) for slot in slots]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-sync-seal")
 
     def start(self, version: int, slot: int) -> None:
@@ -129,7 +121,7 @@ class Sealer:
         with contextlib.suppress(WeightSyncError):
             self.wait(30.0)
         self._thread.shutdown(wait=False)
-        self._digests = ()
+        self._digests.clear()
 
     def _seal(self, version: int, slot: int) -> None:
         started = self._clock()
@@ -145,56 +137,75 @@ class Sealer:
         self._table.seal(slot, digests=digests, seal_s=self._clock() - started)
 
 
-class Segments(NamedTuple):
-    """The byte ranges of this rank that are digested, and which of them each worker pulls."""
-
-    ranges: tuple[tuple[int, int], ...]
-    """(arena offset, bytes), each once however many workers pull it."""
-    of_worker: Mapping[int, tuple[int, ...]]
-    """Worker -> index into `ranges` per run, in plan order."""
-
-
-def segments_of(plan: PackPlan) -> Segments:
-    """What a rank must digest. Pure."""
-    workers, segments = plan.readers.T
-    of_worker = {w: tuple(segments[workers == w].tolist()) for w in sorted(set(workers.tolist()))}
-    return Segments(tuple((offset, nbytes) for offset, nbytes in plan.segments.tolist()), of_worker)
-
-
 def probe_pattern(size: int, *, rank: int) -> torch.Tensor:
     """uint8[size] that differs from rank to rank and is no repetition of a shorter pattern."""
     counter = torch.arange(size, dtype=torch.int64)
     return ((counter * 2654435761 + rank * 40503 + (counter >> 8)) % 251).to(torch.uint8)
 
 
-@dataclass(slots=True, kw_only=True)
 class Epoch:
     """Everything that lives from `open` to `close`."""
 
-    request: OpenPublisher
-    plan: PackPlan
-    segments: Segments
-    table: SlotTable
-    end: SlotExporter
-    packer: Packer
-    sealer: Sealer
-    nbytes: int
-    """Packed for every version."""
-    reports: dict[int, PackReport]
-    """Version -> report, of the versions that are still held."""
-    server: ControlServer | None = None
+    def __init__(
+        self, opening: OpenPublisher, plan: PackPlan, end: SlotExporter, backend: Backend, clock: Callable[[], float]
+    ) -> None:
+        slots = [end.slot(index) for index in range(opening.num_slots)] if plan.arena_bytes else []
+        self.plan = plan
+        self.end = end
+        self.table = SlotTable(opening.num_slots, clock=clock)
+        self.packer = Packer(backend, pack_steps(plan, slots), num_slots=opening.num_slots)
+        ranges = [(offset, nbytes) for offset, nbytes in plan.segments.tolist()]
+        self.sealer = Sealer(
+            backend, end, self.table, ranges=ranges, verify=opening.verify, clock=clock, rank=plan.rank
+        )
+        self.segments_of = plan.segments_of_workers()
+        self.nbytes = sum(item.nbytes for item in plan.items)
+        """Packed for every version."""
+        self.reports: dict[int, PackReport] = {}
+        """Version -> report, of the versions that are still held."""
+        self.server = ControlServer(self._answer, opening.keys, epoch=opening.epoch, host=host_of(opening))
 
-    def check(self, sender: str, request: Check) -> Checked:
+    def close(self) -> None:
+        with ExitStack() as closing:  # from the last to the first, whichever fails
+            closing.callback(self.end.close)
+            closing.callback(self.sealer.close)
+            closing.callback(self.server.close)
+
+    def _answer(self, sender: str, request: Request) -> Response | Future[Any]:
+        """Answer the coordinator, or a receiver. Runs in the control thread."""
+        match request:
+            case Pin():
+                if not 0 < request.ttl_s <= deadlines.MAX_PIN_S:
+                    raise ValueError(f"ttl_s must be in (0, {deadlines.MAX_PIN_S}], got {request.ttl_s}")
+                return self.table.pin(request.version, request.ttl_s)
+            case Unpin():
+                self.table.unpin(request.version)
+            case Check():
+                return self._check(sender, request)
+            case ReplicaLeft():
+                self.end.forget(request.replica)
+            case TransportRequest():
+                return self.end.answer(sender, request)
+            case _:
+                raise VersionUnavailable(f"{sender} sent a {type(request).__name__}, which a publisher does not answer")
+        return Ok()
+
+    def _check(self, sender: str, request: Check) -> Checked:
         """
         Raises:
             PlanMismatch: the plan has no such worker.
         """
-        indices = self.segments.of_worker.get(request.worker)
+        indices = self.segments_of.get(request.worker)
         if indices is None:
             raise PlanMismatch(f"{sender} asks as worker {request.worker}, the plan has no such worker")
         slot = self.table.holding(request.slot, request.generation)
         digests = slot.digests if slot is not None else ()
         return Checked(is_intact=slot is not None, digests=tuple(digests[i] for i in indices) if digests else ())
+
+
+def host_of(opening: OpenPublisher) -> str:
+    """Where this rank is reached."""
+    return reachable_host() if opening.host is None else opening.host
 
 
 class WeightPublisher:
@@ -232,30 +243,24 @@ class WeightPublisher:
         opening = decode(request, OpenPublisher)
         root, plan = open_pack(opening.plan, epoch=opening.epoch, rank=self._rank)
         self.close()
-        host = reachable_host() if opening.host is None else opening.host
         end = SlotExporter(
             offered(opening.transport, self._backend),
             self._backend,
             slot_bytes=plan.arena_bytes,
             num_slots=opening.num_slots,
-            host=host,
+            host=host_of(opening),
         )
         try:
-            epoch = self._make_epoch(opening, plan, end)
-            probe_bytes, probe_digest = self._write_probe(epoch)
-            server = ControlServer(
-                lambda sender, ask: _handle(epoch, sender, ask), opening.keys, epoch=opening.epoch, host=host
-            )
+            probe_bytes, probe_digest = self._write_probe(end) if plan.arena_bytes else (0, 0)
+            self._epoch = epoch = Epoch(opening, plan, end, self._backend, self._clock)
         except BaseException:
             end.close()
             raise
-        epoch.server = server
-        self._epoch = epoch
         return encode(
             PublisherInfo(
                 rank=self._rank,
                 node=node_id(),
-                address=server.address,
+                address=epoch.server.address,
                 arenas=end.handles,
                 plan_root=root,
                 probe_bytes=probe_bytes,
@@ -319,82 +324,26 @@ class WeightPublisher:
             raise SlotOverwritten(
                 f"learner rank {self._rank} digested version {version} while its slot was packed again; pin it first"
             )
-        by_worker = {w: tuple(digests[i] for i in indices) for w, indices in epoch.segments.of_worker.items()}
+        by_worker = {w: tuple(digests[i] for i in indices) for w, indices in epoch.segments_of.items()}
         return encode(PublishedDigests(rank=self._rank, version=version, by_worker=by_worker))
 
     def counters(self) -> dict[str, int]:
         """What was allocated, registered and opened since the epoch began, and the fate of control frames."""
         epoch = self._opened()
-        control = {} if epoch.server is None else epoch.server.counters()
-        return {**epoch.end.counters(), "sockets": 1, **epoch.table.counters(), **control}
+        return {**epoch.end.counters(), "sockets": 1, **epoch.table.counters(), **epoch.server.counters()}
 
     def close(self) -> None:
         """Stop serving and free the slots, which receivers have unmapped before. Idempotent."""
         epoch, self._epoch = self._epoch, None
-        if epoch is None:
-            return
-        with ExitStack() as closing:  # from the last to the first, whichever fails
-            closing.callback(epoch.end.close)
-            closing.callback(epoch.sealer.close)
-            if epoch.server is not None:
-                closing.callback(epoch.server.close)
-
-    def _make_epoch(self, opening: OpenPublisher, plan: PackPlan, end: SlotExporter) -> Epoch:
-        slots = [end.slot(index) for index in range(opening.num_slots)] if plan.arena_bytes else []
-        segments = segments_of(plan)
-        table = SlotTable(opening.num_slots, clock=self._clock)
-        sealer = Sealer(
-            self._backend,
-            end,
-            table,
-            ranges=segments.ranges,
-            verify=opening.verify,
-            clock=self._clock,
-            rank=self._rank,
-        )
-        return Epoch(
-            request=opening,
-            plan=plan,
-            segments=segments,
-            table=table,
-            end=end,
-            packer=Packer(self._backend, pack_steps(plan, slots), num_slots=opening.num_slots),
-            sealer=sealer,
-            nbytes=sum(item.nbytes for item in plan.items),
-            reports={},
-        )
+        if epoch is not None:
+            epoch.close()
 
     def _opened(self) -> Epoch:
         if self._epoch is None:
             raise WeightSyncError(f"learner rank {self._rank} has no open epoch; the coordinator must open it first")
         return self._epoch
 
-    def _write_probe(self, epoch: Epoch) -> tuple[int, int]:
-        if not epoch.plan.arena_bytes:
-            return 0, 0
-        page = epoch.end.probe
-        page.copy_(probe_pattern(page.numel(), rank=self._rank))
+    def _write_probe(self, end: SlotExporter) -> tuple[int, int]:
+        end.probe.copy_(probe_pattern(end.probe.numel(), rank=self._rank))
         self._backend.synchronize()
-        return page.numel(), self._backend.digest(page)
-
-
-def _handle(epoch: Epoch, sender: str, request: Request) -> Response | Future[Any]:
-    """Answer the coordinator, or a receiver. Runs in the control thread."""
-    table = epoch.table
-    match request:
-        case Pin():
-            if not 0 < request.ttl_s <= deadlines.MAX_PIN_S:
-                raise ValueError(f"ttl_s must be in (0, {deadlines.MAX_PIN_S}], got {request.ttl_s}")
-            return table.pin(request.version, request.ttl_s)
-        case Unpin():
-            table.unpin(request.version)
-            return Ok()
-        case Check():
-            return epoch.check(sender, request)
-        case ReplicaLeft():
-            epoch.end.forget(request.replica)
-            return Ok()
-        case PairMeet() | PairSend() | PairWatch() | PairDrop():
-            return epoch.end.answer(sender, request)
-        case _:
-            raise VersionUnavailable(f"{sender} sent a {type(request).__name__}, which a publisher does not answer")
+        return end.probe.numel(), self._backend.digest(end.probe)

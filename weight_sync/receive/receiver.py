@@ -21,43 +21,43 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from weight_sync.channel import ControlServer
 from weight_sync.errors import DigestMismatch, PullTimeout, ReplicaDirty, WeightSyncError
 from weight_sync.messages import (
-    Arrived,
     AwaitRequest,
-    Linked,
     LinkRequest,
+    Ok,
     OpenReceiver,
-    PairDrop,
-    PairMeet,
-    PairSend,
-    PairWatch,
     PrefetchRequest,
     PullReport,
     ReceiverInfo,
+    RecordedLayout,
+    RecordRequest,
     Request,
     Response,
     RunDigests,
     SlotAt,
+    TransportRequest,
     WorkerStatus,
+    answer,
+    decode,
+    encode,
 )
 from weight_sync.node import node_id, reachable_host
-from weight_sync.receive.pull import Deadline, PullStats, WorkerContext
+from weight_sync.receive.epoch import Deadline, ReceiverEpoch, WorkerContext
 from weight_sync.receive.quantized import Reloads
 from weight_sync.receive.recorder import Recorded, record
-from weight_sync.receive.sources import open_epoch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from weight_sync.device.base import Backend
     from weight_sync.plan.types import ParamMeta, WorkerLayout
-    from weight_sync.receive.pull import Slots
+    from weight_sync.receive.epoch import Slots
     from weight_sync.receive.quantized import Reloader
-    from weight_sync.receive.sources import ReceiverEpoch
 
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Pull:
         self.slots = slots
         self.deadline = Deadline(deadline_at, self._check)
         self.is_aborted = threading.Event()
-        self.result: Future[PullStats] = Future()
+        self.result: Future[PullReport] = Future()
         """What it cost, or the `WeightSyncError` that ended it."""
 
     def _check(self) -> None:
@@ -178,7 +178,7 @@ class WeightReceiver:
         self.close()
         if self.state is not CLOSED:
             raise WeightSyncError(f"worker {self._worker} is still {self.state.value}; the engine must be restarted")
-        epoch = open_epoch(request, self._context, reloads=self._reloads())
+        epoch = ReceiverEpoch(request, self._context, reloads=self._reloads())
         try:
             epoch.connect_sources(deadline_s=request.deadline_s)
             host = reachable_host() if request.host is None else request.host
@@ -205,7 +205,7 @@ class WeightReceiver:
             relay=epoch.relay.handle(server.address),
         )
 
-    def prefetch(self, version: int, slots: Iterable[SlotAt], *, deadline_s: float) -> Future[PullStats]:
+    def prefetch(self, version: int, slots: Iterable[SlotAt], *, deadline_s: float) -> Future[PullReport]:
         """Start to bring `version` here from these slots. The future ends when it has arrived, or with what made the
         pull fail; the parameters are untouched either way.
 
@@ -240,7 +240,7 @@ class WeightReceiver:
                 threading.Thread(target=self._bring_here, args=(epoch, pull), name=name, daemon=True).start()
             else:
                 self._apply("arrive")
-                pull.result.set_result(PullStats())
+                pull.result.set_result(PullReport(worker=self._worker, version=version))
             return pull.result
 
     def commit(self, version: int, *, deadline_s: float) -> PullReport:
@@ -257,7 +257,7 @@ class WeightReceiver:
                 raise PullTimeout(f"worker {self._worker} is still committing after {deadline_s:.1f} s")
             epoch, pull = self._opened(), self._pull
             if self.live_version == version:
-                return self._report(version, PullStats(), commit_s=0.0, has_moved=False)
+                return PullReport(worker=self._worker, version=version, counters=self.counters())
             if pull is None or pull.version != version:
                 raise WeightSyncError(
                     f"version {version} was not prefetched by worker {self._worker}; prefetch it first"
@@ -267,15 +267,14 @@ class WeightReceiver:
                 raise PullTimeout(f"version {version} is still being pulled after {left_s:.1f} s more")
             if pull is not self._pull:
                 raise WeightSyncError(f"the pull of version {version} was given up meanwhile; prefetch it again")
-            stats = pull.result.result(0)
+            report = pull.result.result(0)
             self._apply("commit")
             self._pull = None
         try:
-            stats, commit_s = self._write(epoch, pull, stats, deadline)
+            return self._write(epoch, pull, report, deadline)
         finally:
             with self._changed:
                 self._apply("end")
-        return self._report(version, stats, commit_s=commit_s, has_moved=True)
 
     def invalidate(self) -> None:
         """What the parameters hold is gone (the engine slept): the next commit writes them, whatever its version."""
@@ -378,7 +377,7 @@ class WeightReceiver:
         """A thread of its own."""
         try:
             self._context.choose_device()
-            stats = epoch.pull(pull.version, pull.slots, deadline=pull.deadline)
+            report = epoch.pull(pull.version, pull.slots, deadline=pull.deadline)
         except BaseException as error:  # noqa: BLE001 - a thread's edge: who waits for the result gets it
             epoch.invalidate()
             if not isinstance(error, WeightSyncError):
@@ -389,10 +388,10 @@ class WeightReceiver:
         else:
             with self._changed:
                 self._apply("arrive")
-                pull.result.set_result(stats)
+                pull.result.set_result(report)
 
-    def _write(self, epoch: ReceiverEpoch, pull: Pull, stats: PullStats, deadline: Deadline) -> tuple[PullStats, float]:
-        """Bring the version into the parameters: what that cost, and seconds of the whole."""
+    def _write(self, epoch: ReceiverEpoch, pull: Pull, report: PullReport, deadline: Deadline) -> PullReport:
+        """Bring the version into the parameters. `report` is of a staged pull."""
         is_staged = epoch.targets.is_staged
         require_intact = None
         if not is_staged:
@@ -408,7 +407,7 @@ class WeightReceiver:
             if is_staged:
                 epoch.copy_from_buffer()
             else:
-                stats = epoch.pull(pull.version, pull.slots, deadline=deadline)
+                report = epoch.pull(pull.version, pull.slots, deadline=deadline)
         except BaseException:
             epoch.invalidate()
             raise
@@ -417,7 +416,8 @@ class WeightReceiver:
         self._backend.synchronize()
         self._is_dirty = False
         self._live_version = pull.version
-        return stats, self._clock() - started
+        commit_s = self._clock() - started
+        return msgspec.structs.replace(report, commit_s=commit_s, counters=self.counters())
 
     def _handle(self, sender: str, request: Request) -> Response | Future[Response]:
         """Begin what the coordinator asks for, or answer a successor. Runs in the control thread, which must stay free
@@ -427,7 +427,7 @@ class WeightReceiver:
                 return self._in_turn(lambda reply: self._bring(request, reply))
             case LinkRequest():
                 return self._in_turn(lambda reply: reply.set_result(self._link(request)))
-            case AwaitRequest() | PairMeet() | PairSend() | PairWatch() | PairDrop():
+            case AwaitRequest() | TransportRequest():
                 return self._opened().relay.answer(sender, request)
             case _:
                 raise ValueError(f"{sender} sent a {type(request).__name__}, which an engine worker does not answer")
@@ -449,16 +449,16 @@ class WeightReceiver:
         return reply
 
     def _bring(self, request: PrefetchRequest, reply: Future[Response]) -> None:
-        def finish(pulled: Future[PullStats]) -> None:
+        def finish(pulled: Future[PullReport]) -> None:
             error = pulled.exception()
             if error is None:
-                reply.set_result(Arrived(version=request.version))
+                reply.set_result(Ok())
             else:
                 reply.set_exception(error)
 
         self.prefetch(request.version, request.slots, deadline_s=request.deadline_s).add_done_callback(finish)
 
-    def _link(self, request: LinkRequest) -> Linked:
+    def _link(self, request: LinkRequest) -> Ok:
         """Links change between two syncs, so a pull that is under way has no owner any more and ends: with its old
         links among the new ones of the others it could close a circle, and the memory that it reads may go away."""
         with self._changed:
@@ -468,24 +468,7 @@ class WeightReceiver:
                     "restarted"
                 )
             self._opened().link(request)
-            return Linked()
-
-    def _report(self, version: int, stats: PullStats, *, commit_s: float, has_moved: bool) -> PullReport:
-        plan = self._opened().plan
-        return PullReport(
-            worker=self._worker,
-            version=version,
-            pull_s=stats.pull_s,
-            pull_by_source=dict(stats.by_source),
-            attest_s=stats.attest_s,
-            commit_s=commit_s,
-            nbytes=plan.nbytes if has_moved else 0,
-            skipped_bytes=stats.skipped_bytes,
-            num_runs=len(plan.runs) if has_moved else 0,
-            num_retries=stats.num_retries,
-            num_stalls=stats.num_stalls,
-            counters=self.counters(),
-        )
+            return Ok()
 
     def _reloads(self) -> Reloads | None:
         if self._reloader is None or self._recorded is None:
@@ -496,3 +479,49 @@ class WeightReceiver:
         if self._epoch is None:
             raise WeightSyncError(f"worker {self._worker} has no open epoch; the coordinator must open it first")
         return self._epoch
+
+
+class WorkerService:
+    """A receiver behind the calls that an engine's host can forward: bytes in, an encoded `Reply` out. The receiver is
+    made with the first call, so that a failure to make it is answered too."""
+
+    def __init__(self, make_receiver: Callable[[], WeightReceiver]) -> None:
+        self._make_receiver = make_receiver
+        self._receiver: WeightReceiver | None = None
+
+    def record(self, request: bytes) -> bytes:
+        """`RecordRequest` -> `RecordedLayout`."""
+        ask = decode(request, RecordRequest)
+        return self._answer(lambda receiver: RecordedLayout.of(receiver.record(ask.params), is_whole=ask.is_whole))
+
+    def open(self, request: bytes) -> bytes:
+        """`OpenReceiver` -> `ReceiverInfo`."""
+        return self._answer(lambda receiver: receiver.open(decode(request, OpenReceiver)))
+
+    def commit(self, version: int, deadline_s: float) -> bytes:
+        """Make a version live -> `PullReport`. The engine must be paused."""
+        return self._answer(lambda receiver: receiver.commit(version, deadline_s=deadline_s))
+
+    def invalidate(self) -> bytes:
+        """The parameters hold no version any more."""
+        return self._answer(lambda receiver: receiver.invalidate())
+
+    def digests(self) -> bytes:
+        """`RunDigests` of the live parameters."""
+        return self._answer(lambda receiver: receiver.parameter_digests())
+
+    def status(self) -> bytes:
+        """`WorkerStatus`."""
+        return self._answer(lambda receiver: receiver.status())
+
+    def close(self) -> bytes:
+        """Unmap and hang up; the weights stay."""
+        return self._answer(lambda receiver: receiver.close())
+
+    def _answer(self, call: Callable[[WeightReceiver], object]) -> bytes:
+        def run() -> bytes:
+            if self._receiver is None:
+                self._receiver = self._make_receiver()
+            return encode(call(self._receiver))
+
+        return answer(run, is_dirty=lambda: self._receiver is not None and self._receiver.is_dirty)

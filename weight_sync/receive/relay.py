@@ -39,7 +39,7 @@ from weight_sync.errors import (
     VersionUnavailable,
     WeightSyncError,
 )
-from weight_sync.messages import ArenaHandle, Available, AwaitRequest, LinkRequest, Ping, Pong, RelayHandle
+from weight_sync.messages import ArenaHandle, Available, AwaitRequest, LinkRequest, Ok, Ping, RelayHandle
 from weight_sync.node import node_id
 from weight_sync.transports import pair
 from weight_sync.transports.base import PIECE_BYTES, OnArrived, Piece, ignore
@@ -406,6 +406,7 @@ class RelayReader:
                 too long. What `on_arrived` received is here; ask another for the rest, also of other sources.
         """
         stopped: list[BaseException] = []
+        available = position
 
         def go_on() -> None:
             try:
@@ -416,39 +417,27 @@ class RelayReader:
             if self._process:
                 require_alive(self._process)
 
+        def landed(num_parts: int) -> None:
+            # The version may have changed under the copy; only this question tells that it did not.
+            again, patience = AwaitRequest(version=version, rank=rank, position=-1), self._patience
+            self._line.ask(again, Available, deadline_s=patience.news_s + patience.ping_s, check=go_on)
+            on_arrived(min(position + num_parts * PIECE_BYTES, available))
+
         try:
             if version == self._lost:
                 raise RelayStalled(f"version {version} is not expected from {self._owner} any more")
             while position < stretch.nbytes:
                 available = self._await(AwaitRequest(version=version, rank=rank, position=position), go_on)
-                position = self._copy(rank, version, stretch.start, position, available, go_on, on_arrived)
+                stop = stretch.start + available
+                starts = range(stretch.start + position, stop, PIECE_BYTES)
+                parts = [Piece(at, self._buffer[at : min(at + PIECE_BYTES, stop)]) for at in starts]
+                self._reader.pull(0, parts, check=go_on, on_arrived=landed)
+                position = available
         except (WeightSyncError, DeviceError) as error:
             if stopped:
                 raise
             self._lost = version
             raise RelayStalled(f"{self._owner} does not bring version {version} of learner {rank}: {error}") from error
-
-    def _copy(
-        self,
-        rank: int,
-        version: int,
-        base: int,
-        position: int,
-        available: int,
-        check: Check,
-        on_arrived: Callable[[int], None],
-    ) -> int:
-        first, stop = base + position, base + available
-        parts = [Piece(at, self._buffer[at : min(at + PIECE_BYTES, stop)]) for at in range(first, stop, PIECE_BYTES)]
-        again = AwaitRequest(version=version, rank=rank, position=-1)
-
-        def landed(num_parts: int) -> None:
-            # The version may have changed under the copy; only this question tells that it did not.
-            self._line.ask(again, Available, deadline_s=self._patience.news_s + self._patience.ping_s, check=check)
-            on_arrived(min(position + num_parts * PIECE_BYTES, available))
-
-        self._reader.pull(0, parts, check=check, on_arrived=landed)
-        return available
 
     def _await(self, request: AwaitRequest, check: Check) -> int:
         """The position to which the predecessor has come, which is behind the one of `request`."""
@@ -458,7 +447,7 @@ class RelayReader:
                 news = self._line.ask(request, Available, deadline_s=self._patience.news_s, check=check)
             except PublisherLost:
                 try:
-                    self._line.ask(Ping(), Pong, deadline_s=self._patience.ping_s, check=check)
+                    self._line.ask(Ping(), Ok, deadline_s=self._patience.ping_s, check=check)
                 except PublisherLost:
                     raise PublisherLost(f"it was silent for {time.monotonic() - began:.1f} s") from None
             else:

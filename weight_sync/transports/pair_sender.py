@@ -73,6 +73,8 @@ class SenderPool:
                 pair = self._current(peer, request.group)
                 pair.drop()
                 return pair.state()
+            case _:
+                raise ValueError(f"{peer} sent a {type(request).__name__}, which this transport does not answer")
 
     def forget(self, replica: str) -> None:
         """Drop the pairs of this replica's workers. A killed one did not, and an idle connection does not notice."""

@@ -93,6 +93,7 @@ class SelectedReader(SourceReader):
         self._backend = backend
         self._rank = rank
         self._handles = tuple(handles)
+        self._usable = usable(handles, same_node=same_node)
         self._line = line
         self._same_node = same_node
         self._host = host
@@ -125,12 +126,10 @@ class SelectedReader(SourceReader):
         if self._reader is not None:
             return
         # The one that worked for another learner first; the others stay in their order.
-        handles = sorted(
-            usable(self._handles, same_node=self._same_node), key=lambda one: one.transport != self._node.transport
-        )
+        handles = sorted(self._usable, key=lambda one: one.transport != self._node.transport)
         tried: list[str] = []
         for handle in handles:
-            reader = self._try(handle, check, tried) or self._try(handle, check, tried, is_last_attempt=True)
+            reader = self._try(handle, check, tried)
             if reader is not None:
                 self._reader, self._transport = reader, handle.transport
                 self._reasons = tuple(tried) if tried else self._node.reasons
@@ -165,7 +164,7 @@ class SelectedReader(SourceReader):
     def _try_faster(self, check: Check) -> None:
         """Change to a faster transport, if it is time to try one, or if one has begun to work for another learner of
         the node."""
-        order = [handle.transport for handle in usable(self._handles, same_node=self._same_node)]
+        order = [handle.transport for handle in self._usable]
         faster = order[: order.index(self._transport)]
         if not faster:
             return
@@ -203,26 +202,22 @@ class SelectedReader(SourceReader):
                 slower.close()
             return
 
-    def _try(
-        self, handle: ArenaHandle, check: Check, tried: list[str], *, is_last_attempt: bool = False
-    ) -> SourceReader | None:
-        """The reader, if it works; else the reason is logged and, after the last attempt, added to `tried`."""
-        try:
-            return self._probed(handle, check)
-        except PullTimeout as error:
-            raise PullTimeout(f"learner {self._rank} by {handle.transport}: {error}") from error
-        except (TransportUnusable, DeviceError) as error:
-            if is_last_attempt:
-                tried.append(f"{handle.transport}: {error}")
-                log.warning("learner %d cannot be reached by %s: %s", self._rank, handle.transport, error)
-            else:
-                # For one lost connection, the whole epoch would take a slower transport.
-                log.warning(
-                    "learner %d was not reached by %s, which is tried once more: %s",
-                    self._rank, handle.transport, error,
-                )  # fmt: skip
-                time.sleep(RETRY_S)
-            return None
+    def _try(self, handle: ArenaHandle, check: Check, tried: list[str]) -> SourceReader | None:
+        """The reader, if it works in one of two attempts: for one lost connection, the whole epoch would take a slower
+        transport. Else the reason is logged and added to `tried`."""
+        for is_last in (False, True):
+            try:
+                return self._probed(handle, check)
+            except PullTimeout as error:
+                raise PullTimeout(f"learner {self._rank} by {handle.transport}: {error}") from error
+            except (TransportUnusable, DeviceError) as error:
+                what = "cannot be reached by %s" if is_last else "was not reached by %s, which is tried once more"
+                log.warning(f"learner %d {what}: %s", self._rank, handle.transport, error)
+                if is_last:
+                    tried.append(f"{handle.transport}: {error}")
+                else:
+                    time.sleep(RETRY_S)
+        return None
 
     def _probed(self, handle: ArenaHandle, check: Check) -> SourceReader:
         reader = open_reader(self._backend, handle, line=self._line, host=self._host)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from weight_sync.device.select import get_backend
 from weight_sync.messages import answer, encode
-from weight_sync.receive.receiver import WeightReceiver
-from weight_sync.receive.service import WorkerService
+from weight_sync.receive.receiver import WeightReceiver, WorkerService
 from weight_sync.vllm.compat import check_vllm_version
 from weight_sync.vllm.cpu import keep_weights_addressable
 from weight_sync.vllm.lora import open_slot, synced_model

@@ -18,10 +18,10 @@ from weight_sync.device.driver import _BounceBuffers
 from weight_sync.errors import TransportUnusable
 from weight_sync.messages import ArenaHandle
 from weight_sync.transports.base import Piece
+from weight_sync.transports.exporter import SlotExporter
 from weight_sync.transports.mapped import MappedReader
 from weight_sync.transports.pair import Message, ReceiveBuffer
 from weight_sync.transports.select import NodeTransport, SelectedReader
-from weight_sync.transports.slots import SlotMemory
 
 if TYPE_CHECKING:
     from tests.contract.device.conftest import Harness
@@ -98,12 +98,12 @@ def test_host_memory_is_pinned_on_both_sides_and_arrives_just_the_same_where_the
     if is_refused:
         accelerator.fail("HostRegister", "aclrtHostRegisterV2", 801, times=2)
     backend = accelerator.backend
-    slots = SlotMemory(backend, slot_bytes=10 * KIB, num_slots=2, on_host=True)
-    end = MappedReader(backend, slots.handle("shm", exported=True))
+    slots = SlotExporter(("shm",), backend, slot_bytes=10 * KIB, num_slots=2, host="")
+    end = MappedReader(backend, slots.handles[0])
     wait_for_pinning()
     target = backend.alloc_persistent(10 * KIB)
     for slot in (1, 0):
-        slots.packable(slot).copy_(pattern(10 * KIB, slot))
+        slots.slot(slot).copy_(pattern(10 * KIB, slot))
         slots.seal(slot)
         end.pull(slot, [Piece(0, target.tensor)], check=lambda: None)
         assert torch.equal(target.tensor, pattern(10 * KIB, slot))
@@ -122,11 +122,11 @@ def test_a_slot_is_sealed_past_the_learners_compute(
     accelerator: Harness, monkeypatch: pytest.MonkeyPatch, on_host: bool
 ) -> None:
     backend: Any = accelerator.backend
-    slots = SlotMemory(backend, slot_bytes=8, num_slots=2, on_host=on_host)
+    slots = SlotExporter(("shm" if on_host else "ipc",), backend, slot_bytes=8, num_slots=2, host="")
     under_way = refuse_copy(2, backend, monkeypatch)
     monkeypatch.setattr(backend, "synchronize_current", None)  # the learner's kernels are queued there
     before = accelerator.counter("device_syncs")
-    slots.packable(1).copy_(torch.arange(8, dtype=torch.uint8))
+    slots.slot(1).copy_(torch.arange(8, dtype=torch.uint8))
     slots.seal(1)
     assert slots.readable(1).tolist() == list(range(8))
     assert (under_way, accelerator.counter("device_syncs")) == ([], before)
@@ -147,7 +147,7 @@ def test_memory_that_is_closed_while_it_is_pinned_is_let_go_of_first(
         assert go_on.wait(10)
 
     monkeypatch.setattr(backend._driver, "host_register", slowly)
-    slots = SlotMemory(backend, slot_bytes=KIB, num_slots=2, on_host=True)
+    slots = SlotExporter(("shm",), backend, slot_bytes=KIB, num_slots=2, host="")
     assert first.wait(10)
     closing = threading.Thread(target=slots.close)
     closing.start()
@@ -187,7 +187,7 @@ def test_errors_of_a_driver_reach_other_processes(accelerator: Harness) -> None:
 def test_host_memory_that_the_driver_does_not_let_go_of_stays_mapped(
     accelerator: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slots = SlotMemory(accelerator.backend, slot_bytes=KIB, num_slots=1, on_host=True)
+    slots = SlotExporter(("shm",), accelerator.backend, slot_bytes=KIB, num_slots=1, host="")
     wait_for_pinning()
     accelerator.fail("HostUnregister", "aclrtHostUnregister", 999)
     slots.close()

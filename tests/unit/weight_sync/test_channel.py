@@ -39,7 +39,6 @@ from weight_sync.channel import (
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PlanMismatch, PublisherLost, StaleEpoch, VersionUnavailable, WeightSyncError
 from weight_sync.messages import (
-    Arrived,
     Check,
     Checked,
     Ok,
@@ -49,7 +48,6 @@ from weight_sync.messages import (
     Pin,
     Ping,
     Pinned,
-    Pong,
     PrefetchRequest,
     PublisherInfo,
     Request,
@@ -162,8 +160,8 @@ def test_a_ping_is_answered_while_another_request_waits(
 ) -> None:
     monkeypatch.setattr(deadlines, "RESEND_S", 0.05)
     waiting, other = client_of(context, server.address), client_of(context, server.address, sender="r0/1")
-    found: list[Arrived] = []
-    thread = threading.Thread(target=lambda: found.append(waiting.ask(PREFETCH, Arrived, deadline_s=ANSWER_S)))
+    found: list[Ok] = []
+    thread = threading.Thread(target=lambda: found.append(waiting.ask(PREFETCH, Ok, deadline_s=ANSWER_S)))
     thread.start()
     until = time.monotonic() + ANSWER_S
     while not desk.seen and time.monotonic() < until:
@@ -172,9 +170,9 @@ def test_a_ping_is_answered_while_another_request_waits(
         other.ping(deadline_s=ANSWER_S)
         time.sleep(0.05)
     assert not found and [request for _, request in desk.seen] == [PREFETCH], "a repeated request that waits is one"
-    desk.arrival.set_result(Arrived(version=7))
+    desk.arrival.set_result(Ok())
     thread.join(ANSWER_S)
-    assert found == [Arrived(version=7)]
+    assert found == [Ok()]
 
 
 def test_a_late_answer_is_not_taken_for_that_of_the_next_request(
@@ -182,8 +180,8 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_request(
 ) -> None:
     client = client_of(context, server.address)
     with pytest.raises(PublisherLost, match=r"did not answer PrefetchRequest within 0\.2 s"):
-        client.ask(PREFETCH, Arrived, deadline_s=0.2)
-    desk.arrival.set_result(Arrived(version=7))
+        client.ask(PREFETCH, Ok, deadline_s=0.2)
+    desk.arrival.set_result(Ok())
     assert client.ask(CHECK, Checked, deadline_s=ANSWER_S).is_intact
 
 
@@ -193,7 +191,7 @@ def test_questions_to_one_server_may_be_on_their_way_together(
     client = client_of(context, server.address)
     slow, quick = client.begin(PREFETCH), client.begin(CHECK)
     with pytest.raises(PublisherLost, match=r"did not answer PrefetchRequest within 0\.3 s"):
-        client.finish(slow, Arrived, deadline_s=0.3)  # the other answer comes meanwhile
+        client.finish(slow, Ok, deadline_s=0.3)  # the other answer comes meanwhile
     assert client.finish(quick, Checked, deadline_s=ANSWER_S).is_intact
     assert [request for _, request in desk.seen] == [PREFETCH, CHECK], "an answer that was here is asked for again"
 
@@ -228,12 +226,12 @@ def test_an_answer_that_comes_after_the_end_goes_nowhere(context: zmq.Context, d
     """Not to the file either that has the number of the server's own descriptor by then."""
     server = ControlServer(desk, KEYS, epoch=EPOCH)
     with pytest.raises(PublisherLost):
-        client_of(context, server.address).ask(PREFETCH, Arrived, deadline_s=0.5)
+        client_of(context, server.address).ask(PREFETCH, Ok, deadline_s=0.5)
     number = server._wake_fd
     server.close()
     files = [(tmp_path / str(i)).open("wb") for i in range(50)]
     assert number in [file.fileno() for file in files]
-    desk.arrival.set_result(Arrived(version=7))
+    desk.arrival.set_result(Ok())
     for file in files:
         file.close()
     assert not [path for path in tmp_path.iterdir() if path.stat().st_size]
@@ -326,8 +324,8 @@ async def test_one_socket_reaches_many_workers_concurrently(desk: Desk) -> None:
     lines.hang_up(dialled[3])
     lines.hang_up(dialled[3])
     with pytest.raises(WeightSyncError, match="no line to r3/0"):
-        await lines.ask(dialled[3], Ping(), Pong, deadline_s=ANSWER_S)
-    await lines.ask(dialled[4], Ping(), Pong, deadline_s=ANSWER_S)
+        await lines.ask(dialled[3], Ping(), Ok, deadline_s=ANSWER_S)
+    await lines.ask(dialled[4], Ping(), Ok, deadline_s=ANSWER_S)
     lines.close()
     lines.close()
     for server in servers:
@@ -632,6 +630,21 @@ def test_a_process_that_may_open_too_few_files_raises_its_limit_or_says_what_to_
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1500
         with pytest.raises(WeightSyncError, match=r"needs \d+ open files to reach all of them and may have \d+"):
             make_room(before[1], whom="all of them")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_server_makes_room_for_its_clients_as_they_come(context: zmq.Context) -> None:
+    """A learner has a connection of every worker of every replica, of those that join later too."""
+    before, num_files = resource.getrlimit(resource.RLIMIT_NOFILE), len(list(Path("/proc/self/fd").iterdir()))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files + 40, before[1]))
+        server = ControlServer(Desk(), KEYS, epoch=EPOCH)
+        clients: list[ControlClient] = []
+        for number in range(120):
+            clients.append(client_of(context, server.address, sender=f"r{number}/0"))
+            clients[-1].ping(deadline_s=ANSWER_S)
+        server.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

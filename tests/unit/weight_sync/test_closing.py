@@ -92,7 +92,7 @@ def chained(number: int = 3) -> list[LocalReplica]:
 def num_readers(world: World) -> int:
     """Replicas that read from another."""
     epochs = [receiver._epoch for replica in world.replicas for receiver in replica.receivers]
-    return sum(epoch is not None and any(epoch._relay._readers.values()) for epoch in epochs)
+    return sum(epoch is not None and any(epoch.relay._readers.values()) for epoch in epochs)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -275,9 +275,9 @@ async def test_one_mapping_that_cannot_be_closed_keeps_nothing_else_open(
     replicas = chained()
     async with opened(2, replicas, commit="staged") as world:
         await world.step(1)
-        reader = next(r for r in replicas if any(r.receivers[0]._epoch._relay._readers.values()))
+        reader = next(r for r in replicas if any(r.receivers[0]._epoch.relay._readers.values()))
         epoch: Any = reader.receivers[0]._epoch
-        relayed = next(filter(None, epoch._relay._readers.values()))._reader._block
+        relayed = next(filter(None, epoch.relay._readers.values()))._reader._block
         mapped = [one._reader._block for one in epoch.readers.values() if one._reader is not None]
         broken = mapped[0] if what == "slots" else relayed
         refuse_to_close(broken)
@@ -305,7 +305,7 @@ async def test_a_publisher_that_cannot_hang_up_frees_its_slots_all_the_same() ->
         publisher = world.publishers[0].publisher
         epoch = publisher._epoch
         assert epoch is not None
-        server, block = epoch.server, epoch.end._slots.block
+        server, block = epoch.server, epoch.end.block
         assert server is not None and block is not None
         end = server.close
 

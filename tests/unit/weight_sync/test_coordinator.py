@@ -404,7 +404,7 @@ async def test_memory_is_printed_before_any_of_it_is_allocated(caplog: pytest.Lo
     world.publishers[1].ws_open = open_later  # type: ignore[method-assign]
     await world.coordinator.open()
     try:
-        blocks = [publisher.publisher._epoch.end._slots.block for publisher in world.publishers]
+        blocks = [publisher.publisher._epoch.end.block for publisher in world.publishers]
         buffers = [receiver._epoch.targets.buffer for receiver in world.replicas[0].receivers]
         lines = [line for line in printed[0].splitlines() if "memory of " in line]
         for rank, block in enumerate(blocks):

@@ -25,7 +25,7 @@ def replicas_called(number: int) -> list[LocalReplica]:
 def relay_of(replica: LocalReplica) -> Relay:
     epoch = replica.receivers[0]._epoch
     assert epoch is not None
-    return epoch._relay
+    return epoch.relay
 
 
 async def assert_step_without_stall(world: World, version: int) -> None:

@@ -101,12 +101,12 @@ def second_learner_refuses(world: World, patch: pytest.MonkeyPatch) -> None:
 
 def probe_fails_at_the_second_learner(world: World, patch: pytest.MonkeyPatch) -> None:
     """The worker has mapped one learner by then, and holds a line to each."""
-    from weight_sync.receive.sources import ReceiverEpoch
+    from weight_sync.receive.epoch import ReceiverEpoch
 
     probe = ReceiverEpoch._probe
 
     def fail(self: ReceiverEpoch, info: Any, reader: Any, check: Any) -> None:
-        if self._owner == "r1/1" and info.rank == 1:
+        if self.owner == "r1/1" and info.rank == 1:
             raise PublisherLost("a learner went silent while it was probed")
         probe(self, info, reader, check)
 

@@ -27,9 +27,8 @@ from weight_sync.receive.quantized import (
     derived_modules,
     sizes_of,
 )
-from weight_sync.receive.receiver import WeightReceiver
+from weight_sync.receive.receiver import WeightReceiver, WorkerService
 from weight_sync.receive.recorder import record
-from weight_sync.receive.service import WorkerService
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,8 +14,8 @@ from tests.unit.weight_sync.test_receiver import OLD, Pair, ask_local, closing
 from weight_sync.channel import ControlClient
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.errors import PublisherLost, PullTimeout, TransportUnusable
-from weight_sync.receive import sources
-from weight_sync.receive.sources import ReceiverEpoch
+from weight_sync.receive import epoch as sources
+from weight_sync.receive.epoch import ReceiverEpoch
 from weight_sync.transports import select
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ async def test_sources_are_connected_when_they_are_first_read_and_one_of_a_kind_
                 sum(reader._reader is not None and reader._reader._connection is not None for reader in readers)
                 for readers in (epoch.readers.values() for epoch in epochs)
             ]
-            relayed = [sum(bool(via) for via in epoch._relay._via.values()) for epoch in epochs]
+            relayed = [sum(bool(via) for via in epoch.relay._via.values()) for epoch in epochs]
             assert [a + b for a, b in zip(connected, relayed, strict=True)] == [2, 2, 2, 2], "one route to each source"
             if version == 1:
                 before = [num_connected(one) for one in epochs]

@@ -288,7 +288,7 @@ class Watched:
         self.pair, self.receiver, self.late_s, self.num_pulls = pair, pair.receiver, 0.0, 0
         clock = lambda: time.monotonic() + self.late_s  # noqa: E731
         self.receiver._clock = clock
-        self.receiver._epoch._context = replace(self.receiver._context, clock=clock)
+        self.receiver._epoch.context = replace(self.receiver._context, clock=clock)
         end = next(iter(self.receiver._epoch.readers.values()))
         original, left = end.pull, list(pulls)
 
@@ -445,7 +445,7 @@ def test_a_learner_that_there_is_no_time_to_ask_is_not_called_lost(
     """The run would end with it, though a slow engine was all that failed."""
     monkeypatch.setattr(prefetch, "SLACK_S", 0.0)
     pair = open_pair(local, closing, commit)
-    source = next(iter(pair.receiver._epoch._sources.values()))
+    source = next(iter(pair.receiver._epoch.sources.values()))
 
     def say_nothing(request: object, kind: object, *, deadline_s: float, check: object = None) -> None:
         raise PublisherLost(f"no answer within {deadline_s:.1f} s")

@@ -12,8 +12,7 @@ import torch
 from tests.fakes.sync_world import FusedModel, LocalPublisher, LocalReplica, full_weights
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.receive.receiver import WeightReceiver
-from weight_sync.receive.service import WorkerService
+from weight_sync.receive.receiver import WeightReceiver, WorkerService
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

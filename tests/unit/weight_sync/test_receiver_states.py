@@ -12,9 +12,8 @@ import pytest
 from tests.fakes.sync_world import FusedModel
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import PullTimeout, WeightSyncError
-from weight_sync.messages import LinkRequest, SlotAt
+from weight_sync.messages import LinkRequest, PullReport, SlotAt
 from weight_sync.receive import receiver as module
-from weight_sync.receive.pull import PullStats
 from weight_sync.receive.receiver import TRANSITIONS, ReceiverState, WeightReceiver
 
 if TYPE_CHECKING:
@@ -30,10 +29,10 @@ class Epoch:
         self.pull_may_end, self.commit_may_end, self.is_closed = threading.Event(), threading.Event(), False
         self.linked = self.num_invalidated = 0
 
-    def pull(self, _version: int, _slots: Any, *, deadline: Any) -> PullStats:
+    def pull(self, _version: int, _slots: Any, *, deadline: Any) -> PullReport:
         while not self.pull_may_end.wait(0.001):
             deadline.check()
-        return PullStats()
+        return PullReport(worker=0, version=_version)
 
     def copy_from_buffer(self) -> None:
         assert self.commit_may_end.wait(20)

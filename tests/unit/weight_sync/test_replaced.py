@@ -46,7 +46,7 @@ async def replacing(world: World, replica: Held) -> AsyncIterator[asyncio.Task[i
 def predecessor_of(replica: LocalReplica) -> str | None:
     epoch = replica.receivers[0]._epoch
     assert epoch is not None
-    return next((handle.owner for handle in epoch._relay._link.predecessors), None)
+    return next((handle.owner for handle in epoch.relay._link.predecessors), None)
 
 
 async def test_who_joins_meanwhile_is_linked_past_it_and_a_sync_passes_it_by() -> None:

@@ -69,7 +69,7 @@ async def test_what_other_workers_hand_on_comes_in_its_order_beside_what_learner
     replicas = [LocalReplica(f"r{number}") for number in range(4)]
     async with opened(3, replicas, transport="gloo", commit="staged") as world:
         await world.step(1)
-        relays: list[Any] = [replica.receivers[0]._epoch._relay for replica in replicas]  # pyright: ignore
+        relays: list[Any] = [replica.receivers[0]._epoch.relay for replica in replicas]  # pyright: ignore
         orders = [[rank for stage in relay._link.stages if stage.via for rank in stage.ranks] for relay in relays]
         relay, relayed = max(zip(relays, orders, strict=True), key=lambda each: len(each[1]))
         assert len(relayed) > 2

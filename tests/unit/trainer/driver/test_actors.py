@@ -36,7 +36,7 @@ from trainer.learner.actor import SetupReport
 from trainer.learner.group import LearnerGroup, RankHandle
 from trainer.remote import EngineReplica, call
 from trainer.telemetry.trace import Tracer
-from weight_sync.control.epoch import EpochOpener, SyncOptions, close_parties
+from weight_sync.control.epoch import EpochOpener, SyncOptions
 from weight_sync.device.select import build, get_backend
 
 
@@ -409,9 +409,7 @@ def test_a_timeout_names_who_was_silent_how_long_and_what_to_increase(begin: Any
 @in_virtual_time
 async def test_a_learner_that_does_not_close_is_known_to_hang() -> None:
     rank = RankHandle(Hanging(), rank=0)
-    await close_parties(
-        EpochOpener([rank], options=SyncOptions(), clock=time.monotonic), None, [], [rank], timeout_s=10.0
-    )
+    await EpochOpener([rank], options=SyncOptions(), clock=time.monotonic).close(None, [], 10.0)
     assert rank.is_broken
 
 
