@@ -12,7 +12,7 @@ export XDG_CACHE_HOME="$PWD/.cache" HF_HUB_OFFLINE=1
 [ -f .cache/recipes/sums/eval.jsonl ] || "$python" scripts/recipes/tasks.py .cache/recipes/sums
 case $("$python" -c "import torch; print(torch.accelerator.device_count())") in
   0) here=(device=cpu trainer.total_steps=4 trainer.groups_per_step=4 rollout.group_size=4 rollout.max_response_tokens=16
-       rollout.max_num_seqs=16 task.eval_size=16 trainer.eval_every=4
+       task.eval_size=16 trainer.eval_every=4
        rollout.kv_cache_gib=0.5 rollout.enforce_eager=true checkpoint.every_steps=0) ;;
   1) here=() ;;
   *) here=(mode=async rollout.gpu_memory_utilization=0.9) ;;

@@ -36,6 +36,8 @@ def test_a_step_of_the_real_model_is_rewarded_and_trained(checkout: Path) -> Non
     assert 0 <= line["reward/mean"] <= 1
     # What the learner computes from the converted weights is what vLLM sampled from.
     assert line["mismatch/fresh"] < 0.1
+    log = (checkout / "run" / "log.txt").read_text()
+    assert "engines: 32 sequences at once per engine (auto: all 32 that may be in flight)" in log
     assert 0.5 < line["learner/entropy"] < 4  # of a language model; noise has the logarithm of 49,152, which is 10.8
 
 

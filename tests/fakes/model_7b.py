@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import Qwen2Config
 
 from trainer.config.schema import RunConfig
-from trainer.tools.memory_plan import GIB, Device
+from trainer.driver.memory_plan import GIB, Device
 from trainer.tools.run_plan import plan_run
 
 if TYPE_CHECKING:
-    from trainer.tools.memory_plan import ModelShape
+    from trainer.driver.memory_plan import ModelShape
     from trainer.tools.run_plan import RunPlan
 
 QWEN_7B = Qwen2Config(

@@ -73,7 +73,7 @@ class InlineExecutor(ThreadPoolExecutor):
 def config(**sections: dict[str, Any]) -> RunConfig:
     """A small run; `config(mode={"max_staleness": 0})` changes single keys."""
     base = RunConfig(
-        rollout=RolloutConfig(group_size=2, max_response_tokens=16, max_retries=1),
+        rollout=RolloutConfig(group_size=2, max_response_tokens=16, max_retries=1, max_num_seqs=256),
         learner=LearnerConfig(num_ranks=2, max_tokens_per_micro_batch=64),
         trainer=TrainerConfig(total_steps=6, groups_per_step=3, eval_every=2),
         algorithm=AlgorithmConfig(max_filtered_batches_per_step=4),

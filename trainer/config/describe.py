@@ -126,7 +126,8 @@ def _requests(rollout: RolloutConfig) -> str:
     highest = rollout.max_concurrency
     if rollout.concurrency == "adaptive":
         highest = rollout.max_num_seqs if highest is None else highest
-        return f"adaptive, {rollout.min_concurrency} to {highest} requests per engine"
+        bound = "as many as it runs at once" if highest == "auto" else f"{highest} requests per engine"
+        return f"adaptive, {rollout.min_concurrency} to {bound}"
     return "all requests at once" if highest is None else f"at most {highest} requests per engine"
 
 

@@ -438,13 +438,14 @@ def _engines(c: RunConfig) -> Iterator[Problem]:
     if any(token_id < 0 for token_id in rollout.stop_token_ids):
         yield problem(c, "rollout.stop_token_ids", "must be ids of tokens, from 0", "use [] for none")
     if rollout.concurrency == "adaptive":
-        name = "max_num_seqs" if rollout.max_concurrency is None else "max_concurrency"
-        highest = getattr(rollout, name)
-        if rollout.min_concurrency >= highest:
+        name, highest = "max_concurrency", rollout.max_concurrency
+        if highest is None:
+            name, highest = "max_num_seqs", rollout.max_num_seqs
+        if highest != "auto" and rollout.min_concurrency >= highest:
             message, hint = f"must be below rollout.{name}={highest}", "lower it, or use rollout.concurrency=fixed"
             keys = ("rollout.max_num_seqs", "rollout.max_concurrency", "rollout.concurrency")
             yield problem(c, "rollout.min_concurrency", message, hint, *keys)
-        if highest > rollout.max_num_seqs:
+        if highest != "auto" and rollout.max_num_seqs != "auto" and highest > rollout.max_num_seqs:
             message = f"must be at most rollout.max_num_seqs={rollout.max_num_seqs}: more would wait inside the engine"
             keys = ("rollout.max_num_seqs", "rollout.concurrency")
             yield problem(c, "rollout.max_concurrency", message, "lower it, or use null", *keys)
@@ -466,7 +467,7 @@ def _engine_args(c: RunConfig) -> Iterator[Problem]:
     limit = c.rollout.max_num_seqs
     for name, value in c.rollout.engine_args.items():
         hint, related = "leave it out", ()
-        if name == "max_num_batched_tokens" and isinstance(value, int) and value < limit:
+        if name == "max_num_batched_tokens" and isinstance(value, int) and limit != "auto" and value < limit:
             message = f"{name} must be at least rollout.max_num_seqs={limit}: a step has a token of each"
             hint, related = "raise it, or leave it out", ("rollout.max_num_seqs",)
         elif name == "distributed_executor_backend" and value not in ("mp", "uni"):

@@ -277,8 +277,9 @@ class RolloutConfig:
     """Longest response, in tokens."""
     max_model_len: NonNegativeInt = 0
     """Engine context length; 0 means prompt plus response limits."""
-    max_num_seqs: PositiveInt = 256
-    """Maximum number of sequences that an engine runs at once."""
+    max_num_seqs: PositiveInt | Literal["auto"] = "auto"
+    """Maximum number of sequences that an engine runs at once. `auto`: all responses that can be in flight in one wave
+    over the engines, or all of an evaluation, at most 512, and no more than its KV cache is expected to hold."""
     concurrency: Literal["fixed", "adaptive"] = "fixed"
     """How many requests an engine has at once; the others wait, the oldest group first, for the first engine with room.
     `fixed`: `max_concurrency`. `adaptive`: between `min_concurrency` and `max_concurrency`, fewer while the engine

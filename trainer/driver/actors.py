@@ -245,7 +245,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         float32_head=float32_head(cfg, backend),
         tensor_parallel_size=rollout.tensor_parallel_size,
         max_model_len=rollout.max_model_len if rollout.max_model_len else longest_sequence(cfg),
-        max_num_seqs=rollout.max_num_seqs,
+        max_num_seqs=num_seats(rollout),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         kv_cache_gib=rollout.kv_cache_gib,
         num_threads=cfg.device.cpu_threads,
@@ -295,19 +295,27 @@ def sleep_level(cfg: RunConfig, backend: Backend) -> SleepLevel | None:
     return 1 if cfg.model.lora.rank else 2  # a sync brings adapters only; the model stays on the host
 
 
+def num_seats(rollout: RolloutConfig) -> int:
+    """Of an engine."""
+    assert rollout.max_num_seqs != "auto", "see trainer/config/seats.py"
+    return rollout.max_num_seqs
+
+
 def concurrency_of(rollout: RolloutConfig) -> LimitRange | None:
     """How many requests one rollout worker may have on one engine; None for no limit."""
     is_adaptive = rollout.concurrency == "adaptive"
     if rollout.max_concurrency is None and not is_adaptive:
         return None
-    highest = rollout.max_num_seqs if rollout.max_concurrency is None else rollout.max_concurrency
-    lowest = rollout.min_concurrency if is_adaptive else highest
+    highest = num_seats(rollout) if rollout.max_concurrency is None else rollout.max_concurrency
+    if is_adaptive:
+        highest = min(highest, num_seats(rollout))  # more would wait inside the engine
+    lowest = min(rollout.min_concurrency, highest) if is_adaptive else highest
     return LimitRange(lowest=lowest, highest=highest).share(rollout.num_workers)
 
 
 def worker_spec(cfg: RunConfig) -> WorkerSpec:
     rollout, task, reward, on_failure = cfg.rollout, cfg.task, cfg.task.reward, cfg.algorithm.on_failure
-    most_at_once, below = rollout.max_num_seqs, rollout.repack_below
+    most_at_once, below = num_seats(rollout), rollout.repack_below
     if rollout.max_concurrency is not None:
         most_at_once = min(most_at_once, rollout.max_concurrency)
     return WorkerSpec(
@@ -322,7 +330,7 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
         request_timeout_s=rollout.request_timeout_s,
         evaluation_window=most_at_once,
         concurrency=concurrency_of(rollout),
-        repacking=None if below is None else ConsolidationRule(below=below, most=rollout.max_num_seqs),
+        repacking=None if below is None else ConsolidationRule(below=below, most=num_seats(rollout)),
         greedy_baseline=traits_of(cfg.algorithm).greedy_baseline,
         agent=task.agent,
         agent_args=task.agent_args,

@@ -58,6 +58,15 @@ class DataSets:
         """Held-out ones last."""
         return (*self.train.prompts, *(prompt for one in self.evaluation for prompt in one.prompts))
 
+    @property
+    def prompt_tokens(self) -> float:
+        """Of a training prompt, on average."""
+        return float(np.mean([len(prompt.token_ids) for prompt in self.train.prompts]))
+
+    def num_evaluated(self, cfg: RunConfig) -> int:
+        """Responses of an evaluation."""
+        return sum(len(one.prompts) * one.num_samples for one in self.evaluation) if cfg.evaluates else 0
+
 
 # --- loading ---
 

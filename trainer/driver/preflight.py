@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import os
@@ -22,6 +23,7 @@ from trainer.config.algorithm import traits_of
 from trainer.config.own_function import is_own, load_own
 from trainer.config.rules import estimator_problems
 from trainer.config.schema import problem
+from trainer.config.seats import Seats, engine_seats
 from trainer.driver.actors import why_engines_read_weights
 from trainer.driver.checkpointing import ResumePoint, find_resume_point
 from trainer.driver.datasets import DataSets, check_data, data_warnings, make_source
@@ -39,7 +41,7 @@ from trainer.driver.models import (
     weight_problems,
 )
 from trainer.driver.placement import Placement, check_cpus, check_fits, plan_placement
-from trainer.errors import ConfigurationError, Problem
+from trainer.errors import ConfigurationError, ModelError, Problem
 from trainer.telemetry.console import FILE_ONLY
 from weight_sync.device.select import INSTALL, build, get_backend
 from weight_sync.errors import DeviceError
@@ -111,6 +113,23 @@ def recheck_resume(cfg: RunConfig, checked: PreflightResult, checkpoints: Path) 
     resumed = find_resume_point(cfg, checkpoints)
     make_source(cfg, checked.inputs.train, resumed)  # raises if the data is not that of the checkpoint
     return replace(checked, resumed=resumed)
+
+
+def seats_here(cfg: RunConfig, checked: PreflightResult) -> Seats:
+    """Of an engine. Its cache is planned if its model and its devices are on this host. Blocks for seconds."""
+    kv_tokens = None
+    model, backend = checked.models["model.path"].config, checked.backend
+    if cfg.rollout.max_num_seqs == "auto" and model is not None and backend.unavailable_reason() is None:
+        from trainer.driver.memory_plan import Device, engine_memory, model_shape
+
+        device = Device(backend.name, backend.device_bytes(), is_shared=backend.ray_resource is None)
+        with contextlib.suppress(ModelError):  # the learner reports it
+            memory = engine_memory(cfg, model_shape(cfg.model, model), device)
+            kv_tokens = None if memory.uncounted else memory.kv_tokens
+    inputs = checked.inputs
+    return engine_seats(
+        cfg, prompt_tokens=inputs.prompt_tokens, num_evaluated=inputs.num_evaluated(cfg), kv_tokens=kv_tokens
+    )
 
 
 def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
+from trainer.config.seats import GRAPH_SIZES
 from trainer.tools.run_records import InvalidRunDir, TooFewSteps, read_run
 
 if TYPE_CHECKING:
@@ -303,7 +304,8 @@ def _limits(shares: Shares, facts: RunFacts, verdict: Verdict) -> list[str]:
             f"rarer ones (trainer.eval_every), smaller ones (task.eval_size, task.eval_sets){second} would help."
         )
     num_sequences = facts.max_groups * cfg.rollout.group_size
-    capacity = cfg.rollout.num_replicas * cfg.rollout.max_num_seqs
+    seats = GRAPH_SIZES[-1] if cfg.rollout.max_num_seqs == "auto" else cfg.rollout.max_num_seqs
+    capacity = cfg.rollout.num_replicas * seats
     if num_sequences < capacity and verdict in ("generation_bound", "overlap_limited"):
         found.append(
             f"trainer.groups_per_step = {cfg.trainer.groups_per_step} may limit: at most (S + 1) x groups_per_step x "

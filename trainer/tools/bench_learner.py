@@ -35,6 +35,7 @@ from torch.multiprocessing.spawn import spawn
 
 from trainer.config.plain import to_run_config
 from trainer.data.batch import MicroBatch
+from trainer.driver.memory_plan import Device, gib, learner_items, model_shape, planned_tokens, with_tokens
 from trainer.errors import ConfigurationError, LearnerError
 from trainer.files import write_atomically
 from trainer.learner.fit import fit_micro_batch
@@ -42,7 +43,6 @@ from trainer.learner.fsdp import open_store
 from trainer.learner.model import load_config
 from trainer.learner.policy import PolicyTrainer
 from trainer.tools.bench_workload import bench_parser, positive
-from trainer.tools.memory_plan import Device, gib, learner_items, model_shape, planned_tokens, with_tokens
 from weight_sync.bench.shapes import architecture
 from weight_sync.device.select import get_backend
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from rollout.worker.group_server import MAX_BYTES
 from trainer.config.describe import (
     describe_critic,
@@ -19,11 +17,11 @@ from trainer.config.describe import (
     describe_updates,
 )
 from trainer.config.schema import LoraConfig
+from trainer.driver.memory_plan import GIB, Device, MemoryItem, gib, min_bytes, model_shape, total, workspace_bytes
 from trainer.driver.models import TEACHER
 from trainer.driver.placement import Node, assign_nodes, check_fits, kind_of, plan_placement, ranks_of
 from trainer.driver.preflight import check_inputs, preflight
 from trainer.errors import ConfigurationError, ModelError, Problem
-from trainer.tools.memory_plan import GIB, Device, MemoryItem, gib, min_bytes, model_shape, total, workspace_bytes
 from trainer.tools.run_plan import (
     FULL_EFFICIENCY,
     LINK_BYTES_PER_S,
@@ -39,8 +37,8 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import ModelConfig, RunConfig
     from trainer.driver.datasets import DataSets
+    from trainer.driver.memory_plan import Items, ModelShape
     from trainer.driver.models import ModelInfo
-    from trainer.tools.memory_plan import Items, ModelShape
     from trainer.tools.run_plan import RunPlan
 
 
@@ -89,8 +87,9 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     if plan.is_paired:
         titles = "Per device in the learner's turn", "Per device in the engine's turn"
         items = (*items, MemoryItem("arena of the learner", plan.arena_bytes, ""))
-    wanted = f"{engine.max_num_seqs} x {engine.longest_tokens} = {engine.kv_demand:,}"
-    share = min(engine.kv_tokens / engine.kv_demand, 1.0)
+    demand = plan.at_once(cfg) * engine.longest_tokens
+    wanted = f"{plan.at_once(cfg)} x {engine.longest_tokens} = {demand:,}"
+    share = min(engine.kv_tokens / demand, 1.0)
     tight = "  (may not fit: the longest sequence needs more)" if engine.may_not_fit else ""
     full = "all of them" if share == 1 else f"{share:.0%} of them; the rest waits, or prompts and responses are shorter"
     lines = [
@@ -157,8 +156,10 @@ def _traffic(plan: RunPlan, cfg: RunConfig) -> list[str]:
 def _flight(plan: RunPlan, cfg: RunConfig) -> list[str]:
     staleness, groups, limit_s = cfg.mode.max_staleness, cfg.trainer.groups_per_step, cfg.rollout.request_timeout_s
     slots = f"at most (S + 1) x B = ({staleness} + 1) x {groups} = {plan.num_slots} groups"
-    at_once = cfg.rollout.num_replicas * plan.engine.max_num_seqs
+    at_once = cfg.rollout.num_replicas * plan.at_once(cfg)
     lines = [f"In flight: {slots}, {plan.num_responses} responses; the engines generate {at_once} at once"]
+    if plan.seats.why:
+        lines.append(f"  rollout.max_num_seqs={plan.seats}")
     turns = -(-plan.num_responses // at_once)
     if turns > 1:
         lines.append(
@@ -309,14 +310,13 @@ def dry_run(
     policy, teacher = models["model.path"], models.get(TEACHER)
     whole = replace(cfg.model, lora=LoraConfig())  # adapters are the policy's
     has_critic = cfg.algorithm.uses_critic and not cfg.critic.shared_backbone
-    evaluates = bool(cfg.trainer.eval_every) or cfg.trainer.eval_at_start or cfg.trainer.eval_at_end
     plan = plan_run(
         cfg,
         _shape(cfg.model, policy),
         device,
-        prompt_tokens=float(np.mean([len(prompt.token_ids) for prompt in inputs.train.prompts])),
+        prompt_tokens=inputs.prompt_tokens,
         response_tokens=response_tokens,
-        num_evaluated=sum(len(one.prompts) * one.num_samples for one in inputs.evaluation) if evaluates else 0,
+        num_evaluated=inputs.num_evaluated(cfg),
         critic=_shape(cfg.model, models.get("critic.path", policy)) if has_critic else None,
         teacher=None if teacher is None else _shape(whole, teacher),
         host_bytes=host_bytes,
@@ -355,10 +355,8 @@ def _here(cfg: RunConfig) -> tuple[Device, DataSets, Mapping[str, ModelInfo]]:
     if (reason := backend.unavailable_reason()) is not None:  # on a cluster that is joined it may be elsewhere
         do = "plan for devices that are elsewhere: --device-memory-gib N"
         raise ConfigurationError([Problem(key="device", value=backend.name, message=f"is not here: {reason}", hint=do)])
-    backend.set_device(0)
-    total_bytes = backend.memory_info()[1]
     is_shared = backend.ray_resource is None
-    device = Device(backend.name, total_bytes, is_shared=is_shared, collective=backend.collective)
+    device = Device(backend.name, backend.device_bytes(), is_shared=is_shared, collective=backend.collective)
     return device, checked.inputs, checked.models
 
 

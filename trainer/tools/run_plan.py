@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rollout.worker.group_server import MAX_BYTES
-from trainer.config.algorithm import SELECTING_LOSSES, traits_of
+from trainer.config.algorithm import SELECTING_LOSSES
 from trainer.config.rules import pairing_problems
-from trainer.errors import Problem
-from trainer.learner.flops import FROZEN, TRAINED
-from trainer.tools.memory_plan import (
+from trainer.config.seats import Seats, engine_seats, num_in_flight
+from trainer.driver.memory_plan import (
     DTYPE_BYTES,
     GIB,
     Device,
@@ -29,6 +28,8 @@ from trainer.tools.memory_plan import (
     total,
     with_tokens,
 )
+from trainer.errors import Problem
+from trainer.learner.flops import FROZEN, TRAINED
 from weight_sync.plan.routes import Peer, plan_routes
 from weight_sync.transports.pair import pair_bytes
 
@@ -127,6 +128,7 @@ class RunPlan:
     host_bytes: int | None
     """Of the host with all ranks; None if unknown."""
     engine: EngineMemory
+    seats: Seats
     sync: SyncTraffic
     work: Mapping[float, StepWork]
     """By the mean length of a response: the given one, or the longest and a quarter of it."""
@@ -139,6 +141,11 @@ class RunPlan:
     """Of one rank, which stays on a shared device in the engine's turn."""
     is_paired: bool
     """Learner and engine alternate on every device."""
+
+    def at_once(self, cfg: RunConfig) -> int:
+        """Sequences that one engine generates."""
+        most = cfg.rollout.max_concurrency
+        return self.seats.number if most is None else min(self.seats.number, most)
 
     @property
     def moved_bytes(self) -> int:
@@ -168,8 +175,8 @@ def plan_run(
         host_bytes: memory of the host with all ranks; None if unknown.
         node_of: name of a learner or an engine -> its node; None: all are on one.
     """
-    group_size = cfg.rollout.group_size + traits_of(cfg.algorithm).greedy_baseline
     num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
+    group_size = num_in_flight(cfg) // num_slots
     critic = None if critic is None else critic.with_value_head()
     # With adapters, the reference is the policy without them.
     reference = (None if shape.num_adapter_params else shape) if teacher is None else teacher
@@ -181,6 +188,7 @@ def plan_run(
     learner = (*learner_items(cfg, shape, device, reference, critic), *sync.pairs[0])
     weights, *others = engine.items
     engine = replace(engine, items=(weights, *sync.pairs[1], *others))
+    kv_tokens = None if engine.uncounted else engine.kv_tokens
     host = host_items(cfg, shape, reference, critic)
     is_paired = cfg.mode.shares_devices and not device.is_shared
     if is_paired and (moved := sum(item.nbytes for item in learner if item.is_state)):
@@ -197,6 +205,7 @@ def plan_run(
         host_bytes=host_bytes,
         engine=engine,
         sync=sync,
+        seats=engine_seats(cfg, prompt_tokens=prompt_tokens, num_evaluated=num_evaluated, kv_tokens=kv_tokens),
         work={mean: _work(cfg, shape, prompt_tokens, mean, group_size, per_token) for mean in means},
         store=object_store(cfg, prompt_tokens, num_evaluated, num_slots=num_slots, group_size=group_size),
         num_slots=num_slots,

@@ -334,6 +334,9 @@ class AcceleratorBackend(Backend):
     def release_cached(self) -> None:
         self._binding.release_cached()
 
+    def device_bytes(self) -> int:
+        return self._binding.device_bytes(0)
+
     def memory_info(self) -> tuple[int, int]:
         self.enter()
         return self._driver.memory_info()

@@ -301,6 +301,10 @@ class Backend(ABC):
         return
 
     @abstractmethod
+    def device_bytes(self) -> int:
+        """Memory of the first device that this process sees, without a context on it."""
+
+    @abstractmethod
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the current device."""
 

@@ -162,6 +162,9 @@ class CpuBackend(Backend):
     def connect_pair(self, store: Store, *, rank: int, timeout_s: float, host: str | None = None) -> PairGroup:
         return GlooGroup(store, rank=rank, timeout_s=timeout_s, host=host)
 
+    def device_bytes(self) -> int:
+        return host_memory()[1]
+
     def memory_info(self) -> tuple[int, int]:
         return host_memory()
 

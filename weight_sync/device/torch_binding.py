@@ -77,6 +77,10 @@ class TorchBinding(ABC):
         """Give the memory that torch caches but does not use back to the driver."""
         self._runtime().empty_cache()
 
+    def device_bytes(self, index: int) -> int:
+        """Memory of a device, without a context on it."""
+        return self._runtime().get_device_properties(index).total_memory
+
     def device_name(self, index: int) -> str:
         """What the vendor calls the device."""
         return self._runtime().get_device_name(index)

@@ -50,6 +50,7 @@ def test_allocations_fill_whole_pages_so_that_ipc_shares_nothing_else_and_memory
 ) -> None:
     accelerator.set_total(64 * MIB)
     assert accelerator.backend.memory_info() == (64 * MIB, 64 * MIB)
+    assert accelerator.backend.device_bytes() == 64 * MIB
     block = accelerator.backend.alloc_persistent(4 * MIB + 1)
     assert (block.nbytes, accelerator.counter("used")) == (4 * MIB + 1, 6 * MIB)
     assert accelerator.backend.memory_info() == (58 * MIB, 64 * MIB)

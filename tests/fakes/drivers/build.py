@@ -96,6 +96,9 @@ class HostBinding(TorchBinding):
     def flush(self, index: int) -> None:
         pass
 
+    def device_bytes(self, index: int) -> int:
+        return 1 << 26
+
     def device_name(self, index: int) -> str:
         return f"Fake {index}"
 

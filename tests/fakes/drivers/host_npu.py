@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +107,9 @@ class HostNpu:
 
     def empty_cache(self) -> None:
         self.num_released_ += 1
+
+    def get_device_properties(self, device: int) -> Any:
+        return SimpleNamespace(total_memory=1 << 26)
 
     def get_device_name(self, device: int | None = None) -> str:
         return f"Fake {device}"

@@ -51,7 +51,7 @@ SHORT = {
     "SHARED_HEAD": "a.advantage_estimator=gae critic.shared_backbone=true",
     "FILTER": "task.pass_rate_min=0.1 task.pass_rate_max=0.9",
     "CURRICULUM": "task.curriculum=easy_to_hard task.difficulty_column=level",
-    "ADAPTIVE": "rollout.concurrency=adaptive",
+    "ADAPTIVE": "rollout.concurrency=adaptive rollout.max_num_seqs=256",
     "REPACKED": "rollout.repack_below=8 rollout.num_replicas=2",
     "SAMPLED": "trainer.eval_samples=4 trainer.eval_temperature=0.7",
     "NO_PERIODIC": "trainer.eval_every=0 trainer.eval_at_start=false",
@@ -258,6 +258,7 @@ ADAPTIVE rollout.min_concurrency=4 ->
 ADAPTIVE rollout.min_concurrency=256 -> rollout.min_concurrency
 ADAPTIVE rollout.max_concurrency=256 ->
 ADAPTIVE rollout.max_concurrency=257 -> rollout.max_concurrency
+rollout.concurrency=adaptive rollout.max_num_seqs=auto rollout.max_concurrency=2570 rollout.min_concurrency=300 ->
 rollout.repack_below=8 -> rollout.repack_below
 REPACKED SYNC -> rollout.repack_below
 REPACKED SYNC rollout.per_request_seed=false ->
@@ -443,7 +444,7 @@ def test_every_combination_that_the_documentation_names_is_accepted(overrides: s
     ],
 )
 def test_an_engine_argument_that_the_run_sets_or_relies_on_is_refused(argument: str, value: object, words: str) -> None:
-    config, problems = to_run_config({"rollout": {"engine_args": {argument: value}}})
+    config, problems = to_run_config({"rollout": {"max_num_seqs": 256, "engine_args": {argument: value}}})
     problems += check_combinations(config)
     assert [(p.key, p.value) for p in problems] == [("rollout.engine_args", f"{argument}: {value}")] * bool(words)
     assert words in "".join(map(str, problems))

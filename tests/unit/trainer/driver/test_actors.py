@@ -123,6 +123,11 @@ def test_what_an_engine_is_made_of(sections: dict[str, Any], what: str, value: o
             {"concurrency": (21, 21), "evaluation_window": 64},
         ),
         ({"rollout": ADAPTIVE}, {"concurrency": (1, 256), "evaluation_window": 256}),
+        # What `auto` gave may be fewer than the bounds.
+        (
+            {"rollout": ADAPTIVE | {"max_num_seqs": 8, "min_concurrency": 16, "max_concurrency": 99}},
+            {"concurrency": (8, 8)},
+        ),
         ({"rollout": ADAPTIVE | {"min_concurrency": 16, "num_workers": 2}}, {"concurrency": (8, 128)}),
         ({"rollout": ADAPTIVE | {"max_concurrency": 100}}, {"concurrency": (1, 100), "evaluation_window": 100}),
         # Moves fill no engine beyond what it runs at once.

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.fakes.learner import make_learner, run_config, with_lora
 from trainer.config.algorithm import AlgorithmConfig, CriticConfig
+from trainer.driver.memory_plan import MASTER_BYTES, MOMENTS_BYTES
 from trainer.errors import CheckpointError
 from trainer.files import replace_directory
 from trainer.learner.checkpoint import (
@@ -27,7 +28,6 @@ from trainer.learner.checkpoint import (
     step_of,
     verify,
 )
-from trainer.tools.memory_plan import MASTER_BYTES, MOMENTS_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -136,6 +136,26 @@ def test_what_does_not_fit_ends_with_code_2(
     assert err.count(PAIRED) == int("mode=colocated" in arguments), "it is reported once"
 
 
+QWEN = {  # hidden, intermediate, layers, heads, heads of keys and values
+    "grpo_0.5b": (896, 4864, 24, 14, 2),
+    "grpo_1.5b": (1536, 8960, 28, 12, 2),
+}
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_a_configuration_for_one_device_of_80_gib_fits_and_generates_in_one_wave(
+    tmp_path: Path, run_trainer: Trainer, name: str
+) -> None:
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = dict(zip(keys, QWEN[name], strict=True))
+    Qwen2Config(vocab_size=151936, tie_word_embeddings=True, **sizes).save_pretrained(tmp_path / "model")
+    code, out, err = run_trainer("--config-name", name, *ELSEWHERE, *RANDOM, "task=arithmetic")
+    assert code == 0, err
+    assert "may not fit" not in out
+    assert "rollout.max_num_seqs=512 sequences at once per engine (auto: all 512" in out
+    assert "1 devices, one FSDP2 rank each" in out.replace(" shared with the engines", "")
+
+
 def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> Path:
     tmp = checkpoint.begin(run_dir / "checkpoints", 5)
     (tmp / "weights").write_bytes(b"w" * 100)

@@ -26,14 +26,7 @@ from trainer.config.compose import load_config
 from trainer.config.presets import config_names, packaged_configs
 from trainer.config.schema import LoraConfig, ModelConfig, RayConfig, RunConfig
 from trainer.data.build import build_train_batch
-from trainer.learner import flops
-from trainer.learner.fit import MOST_TOKENS, on_grid
-from trainer.learner.fsdp import local_tensor
-from trainer.learner.lora import add_adapters
-from trainer.learner.model import check_architecture
-from trainer.learner.policy import PolicyTrainer
-from trainer.tools.dry_run import describe_placement, format_plan
-from trainer.tools.memory_plan import (
+from trainer.driver.memory_plan import (
     GIB,
     Device,
     ModelShape,
@@ -44,6 +37,13 @@ from trainer.tools.memory_plan import (
     model_shape,
     total,
 )
+from trainer.learner import flops
+from trainer.learner.fit import MOST_TOKENS, on_grid
+from trainer.learner.fsdp import local_tensor
+from trainer.learner.lora import add_adapters
+from trainer.learner.model import check_architecture
+from trainer.learner.policy import PolicyTrainer
+from trainer.tools.dry_run import describe_placement, format_plan
 from trainer.tools.run_plan import FORWARD, RunPlan, StepWork, problems, training_flops
 from weight_sync.device.select import get_backend
 
@@ -192,7 +192,7 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
     # The engine
     "the cache gets what weights and workspace leave": (
         {"rollout": {"gpu_memory_utilization": 0.5, "max_num_seqs": 10, "max_model_len": 2048}}, {}, {
-        "engine.kv_bytes": 40 * GIB - 2 * NUM_7B - 2 * GIB, "engine.kv_demand": 20480, "engine.is_staged": True,
+        "engine.kv_bytes": 40 * GIB - 2 * NUM_7B - 2 * GIB, "seats.number": 10, "engine.is_staged": True,
         "engine.kv_tokens": (40 * GIB - 2 * NUM_7B - 2 * GIB) // (2 * 28 * 4 * 128 * 2)}),
     "no staging buffer of 14.2 GiB fits into 12": (
         {"rollout": {"gpu_memory_utilization": 0.85}}, {}, {"engine.is_staged": False}),
@@ -341,7 +341,7 @@ def test_processes_that_share_a_host_are_added_up() -> None:
     assert min_bytes((*offloaded.learner, *offloaded.host)) >= min_bytes(plan.learner), "there is nowhere else to go"
 
 
-LONG: Sections = {"rollout": {"max_response_tokens": 16384}, "trainer": {"groups_per_step": 1024}}
+LONG: Sections = {"rollout": {"max_response_tokens": 16384, "max_num_seqs": 256}, "trainer": {"groups_per_step": 1024}}
 SHORT: Sections = {"rollout": {"max_response_tokens": 64}, "trainer": {"groups_per_step": 16}}
 FLOPS = 2 * 4 * P.num_active_params * 1024 * 16 * (100 + 16384) / 4
 GIVEN: Sections = {"rollout": {"max_response_tokens": 4096, "group_size": 8}, **NO_CHECKPOINTING}
@@ -367,6 +367,14 @@ TEXTS: dict[str, tuple[Sections, dict[str, Any], list[str], list[str]]] = {
     "what the deadline asks of the devices": (LONG, {}, [
         f"learner.timeout_s=1,800 if each learner device trains at {FLOPS / 1800 / 1e12:,.0f} TFLOP/s",
         "Up to 32 responses are generated one after the other: 19 s for each"], []),
+    "how many sequences an engine generates, and why": (
+        {"trainer": {"groups_per_step": 4}}, {}, [
+        "rollout.max_num_seqs=32 sequences at once per engine (auto: all 32 that may be in flight)"], []),
+    "that its cache holds fewer": (
+        {"rollout": {"max_response_tokens": 16384}, "trainer": {"groups_per_step": 1024}}, {}, [
+        "the engines generate 928 at once",
+        "rollout.max_num_seqs=232 sequences at once per engine (auto: its cache"], []),
+    "not why, of a number": (FEW, {}, ["the engines generate 32 at once"], ["auto"]),
     "a short step asks nothing": (SHORT, {}, [], ["TFLOP/s", "one after the other"]),
     "the mean that was given": (GIVEN, {"prompt_tokens": 512.0, "response_tokens": 966.0}, [
         "966 tokens, on average", "either: generation takes 0.48 to 1.1 times the time of learning"],

@@ -425,14 +425,8 @@ class EngineMemory:
     """If the workspace is half as large as assumed."""
     longest_tokens: int
     """Of one sequence, for which there must be room."""
-    max_num_seqs: int
     uncounted: tuple[str, ...]
     """Engine arguments among `UNCOUNTED`."""
-
-    @property
-    def kv_demand(self) -> int:
-        """Tokens of as many longest sequences as it generates at once."""
-        return self.max_num_seqs * self.longest_tokens
 
     @property
     def may_not_fit(self) -> bool:
@@ -477,6 +471,5 @@ def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMe
         kv_tokens=max(0, kv_bytes) // per_token,
         max_kv_tokens=max(0, kv_bytes + workspace // 2) // per_token,
         longest_tokens=rollout.max_model_len if rollout.max_model_len else longest,
-        max_num_seqs=min(n for n in (rollout.max_num_seqs, rollout.max_concurrency) if n is not None),
         uncounted=tuple(name for name in UNCOUNTED if rollout.engine_args.get(name, "auto") not in ("auto", None)),
     )
