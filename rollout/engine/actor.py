@@ -43,6 +43,9 @@ class EngineActor:
         self._spec = replace(spec, pause_limit_s=pause_limit_s, engine_args=arguments)
         self._engine = build(self._spec)
 
+    async def prepare(self) -> None:
+        await self._engine.prepare()
+
     async def start(self) -> Mapping[str, float]:
         """See `Engine.start`. Raises DeviceError if the environment is not what the device needs."""
         if problems := backend_called(self._spec.device).check_env("engine", engine_environ(self._spec)):

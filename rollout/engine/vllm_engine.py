@@ -64,6 +64,8 @@ class VllmEngine(Engine):
         self._meter = LoadMeter()
         self._activity = Activity(clock)
         self._requests = RequestTable(self._activity)
+        self._imports_s: float | None = None
+        """None before `prepare`."""
         self._llm: AsyncLLM | None = None
         self._adapter: Any = None
         self._dead_reason = ""
@@ -76,18 +78,25 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- life
 
-    async def start(self) -> dict[str, float]:
-        with printed_cause():
-            return await self._start()
-
-    async def _start(self) -> dict[str, float]:
+    async def prepare(self) -> None:
+        if self._imports_s is not None:
+            return
         begin = self._clock()
-        with temporary_environment(engine_environ(self._spec)):
+        with printed_cause(), temporary_environment(engine_environ(self._spec)):
             if self._spec.forks:
                 begin_imports()
-            # In a thread: loading blocks for seconds, and starts of other engines may share this event loop.
+            # In a thread: it blocks for seconds, and starts of other engines may share this event loop.
             await asyncio.to_thread(import_module, "vllm.v1.engine.async_llm")
-            imported = self._clock()
+        self._imports_s = self._clock() - begin
+
+    async def start(self) -> dict[str, float]:
+        await self.prepare()
+        with printed_cause():
+            return {"imports": self._imports_s or 0.0, **await self._start()}
+
+    async def _start(self) -> dict[str, float]:
+        imported = self._clock()
+        with temporary_environment(engine_environ(self._spec)):
             llm, self._stop_token_ids, self._tokenizer = await asyncio.to_thread(launch, self._spec, self._meter)
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -102,11 +111,7 @@ class VllmEngine(Engine):
         except BaseException:
             await self.close()
             raise
-        return {
-            "imports": imported - begin,
-            "processes and model": loaded - imported,
-            "warm-up": self._clock() - loaded,
-        }
+        return {"processes and model": loaded - imported, "warm-up": self._clock() - loaded}
 
     async def _open_adapter(self) -> None:
         """The adapter that every request names must be there before the first one."""

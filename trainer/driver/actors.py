@@ -377,8 +377,8 @@ TRACE_ROW = "start"
 
 
 async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | None, tracer: Tracer) -> None:
-    """Load models into learner and engines concurrently, and start the reward processes. On shared devices the learner
-    comes first and leaves, since an engine measures at its start what memory is free.
+    """Load models into learner and engines concurrently, and start the reward processes. On shared devices engines only
+    import their libraries until the learner is ready and has left, since they measure what memory is free.
 
     Raises:
         TimeoutError: not all were ready within `trainer.startup_timeout_s`.
@@ -409,8 +409,13 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
     async def engine(name: str, actor: Any) -> None:
         log_ready(name, await start_actor(actor, name, timeout_s=limit_s))
 
+    async def prepare(name: str, actor: Any) -> None:
+        hint = f"increase trainer.startup_timeout_s; its output is in {ACTOR_OUTPUT}"
+        await call(actor.prepare.remote(), timeout_s=limit_s, who=name, what="import", hint=hint)
+
     async def engines() -> None:
         if cfg.mode.shares_devices:
+            await prepared
             await learner_ready
             await actors.learner.offload()
         await gather_or_cancel(engine(name, actor) for name, actor in actors.engines.items())
@@ -422,8 +427,10 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
     try:
         async with asyncio.timeout(limit_s):
             learner_ready = asyncio.ensure_future(learner())
+            early = actors.engines.items() if cfg.mode.shares_devices else ()
+            prepared = asyncio.ensure_future(gather_or_cancel(prepare(name, actor) for name, actor in early))
             workers = [worker(f"rollout_worker_{i}", actor) for i, actor in enumerate(actors.workers)]
-            await gather_or_cancel([learner_ready, engines(), *workers])
+            await gather_or_cancel([learner_ready, prepared, engines(), *workers])
     except TimeoutError as error:
         raise TimeoutError(
             f"not all actors were ready within trainer.startup_timeout_s={limit_s:g}; increase it for large models and "

@@ -285,7 +285,7 @@ def rank_of(*warnings: str, **seconds: float) -> HandActor:
 
 
 def engine(reply: object = None, **startup_s: float) -> HandActor:
-    return HandActor(start=startup_s if reply is None else reply)
+    return HandActor(start=startup_s if reply is None else reply, prepare=None)
 
 
 async def start(
@@ -343,7 +343,7 @@ async def test_a_start_that_takes_too_long_names_its_limit_and_where_actors_prin
         await start([rank_of()], [engine("hang")], HandActor(), trainer={"startup_timeout_s": 0.05})
 
 
-async def test_on_shared_devices_engines_begin_when_the_learner_has_left() -> None:
+async def test_on_shared_devices_engines_import_at_once_and_begin_when_the_learner_has_left() -> None:
     order: list[str] = []
 
     class Noting(HandActor):
@@ -352,7 +352,16 @@ async def test_on_shared_devices_engines_begin_when_the_learner_has_left() -> No
             return super().__getattr__(name)
 
     await start([Noting(**rank_of().responses)], [Noting(**engine().responses)], mode={"name": "colocated"})
-    assert order == ["node_address", "setup", "offload", "start"]
+    assert order == ["node_address", "prepare", "setup", "offload", "start"]
+    order.clear()
+    await start([Noting(**rank_of().responses)], [Noting(**engine().responses)])
+    assert "prepare" not in order, "an engine of its own device has no reason to wait"
+
+
+async def test_an_engine_that_cannot_be_imported_ends_the_start_while_the_learner_still_rehearses() -> None:
+    broken = HandActor(prepare=ImportError("no such library"))
+    with pytest.raises(ImportError, match="no such library"):
+        await start([HandActor(setup="hang")], [broken], mode={"name": "colocated"})
 
 
 # Calls without a reply
