@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.engine.vllm_config import engine_environ
 from rollout.engine.vllm_engine import VllmEngine
 from weight_sync.device.select import build as backend_called
-from weight_sync.device.visibility import take_devices
+from weight_sync.device.select import take_devices
 from weight_sync.errors import DeviceError
 from weight_sync.vllm.compat import device_arguments, takes_device_ids
 

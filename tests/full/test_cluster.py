@@ -19,8 +19,7 @@ from trainer.driver import cluster
 from trainer.driver.cluster import POLL_INTERVAL_S, Cluster, ClusterLost
 from trainer.driver.placement import plan_placement
 from trainer.driver.process_cleaner import RUN_ID_VAR, processes_of
-from weight_sync.device.select import get_backend
-from weight_sync.device.visibility import take_devices
+from weight_sync.device.select import get_backend, take_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -113,8 +113,7 @@ class LearnerActor:
     `setup` and the methods of `PolicyTrainer` are collective, the others local."""
 
     def __init__(self, cfg: RunConfig, *, rank: int, world_size: int) -> None:
-        from weight_sync.device.select import build, get_backend
-        from weight_sync.device.visibility import take_devices
+        from weight_sync.device.select import build, get_backend, take_devices
 
         name = cfg.device.name
         self._places = take_devices(name, ray)

@@ -49,7 +49,7 @@ class Wrong(Exception):
 
 def machine(_device: str) -> Outcome:
     """System, memory, limits."""
-    from weight_sync.device.host_memory import host_memory
+    from weight_sync.device.cpu import host_memory
 
     free, total = host_memory()
     shm = os.statvfs("/dev/shm")

@@ -29,7 +29,7 @@ from trainer.tools.run_plan import (
     plan_run,
     problems,
 )
-from weight_sync.device.host_memory import host_memory
+from weight_sync.device.cpu import host_memory
 from weight_sync.device.select import AUTO_ORDER, build, get_backend
 
 if TYPE_CHECKING:

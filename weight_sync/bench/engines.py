@@ -23,8 +23,7 @@ import numpy as np
 
 from weight_sync.bench.case import DTYPE
 from weight_sync.device.environment import merge_env
-from weight_sync.device.select import get_backend
-from weight_sync.device.visibility import seen_devices
+from weight_sync.device.select import get_backend, seen_devices
 from weight_sync.vllm.compat import EXTENSION, check_vllm_version, device_arguments, takes_device_ids
 from weight_sync.vllm.replica import AsyncLLMReplica
 

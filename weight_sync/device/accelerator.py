@@ -20,14 +20,13 @@ from weight_sync.device.base import (
     PersistentBlock,
     Role,
     bytes_to_copy,
+    is_self,
     require_size,
 )
 from weight_sync.device.collectives import DevicePair, Hccl, Nccl
-from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError, OutOfDeviceMemory
+from weight_sync.device.driver import CopyKind, CudaLikeDriver, Driver, DriverCallError, OutOfDeviceMemory, Pinning
 from weight_sync.device.environment import EnvVar, is_true, missing_variables
-from weight_sync.device.pinning import Pinning
-from weight_sync.device.process import is_self
-from weight_sync.device.torch_binding import CudaBinding, TorchBinding
+from weight_sync.device.torch_binding import TorchBinding
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ ENGINE_SPAWNS = EnvVar(
     name="VLLM_WORKER_MULTIPROC_METHOD",
     value="spawn",
     why="a process forked after the device was initialised cannot use it",
+    roles=("engine",),
 )
 """Every engine with a device context needs it."""
 
@@ -106,11 +106,14 @@ class AcceleratorStream:
 
 
 class AcceleratorBackend(Backend):
-    """Shared mechanics. A subclass names its words, its library, its environment and its engine arguments.
+    """Shared mechanics. A subclass names its words, its libraries, its environment and its engine arguments.
 
     `library` replaces the vendor's libraries and `binding` torch's support of them; both are for tests.
     """
 
+    _libraries: tuple[str, str]
+    """The vendor's runtime and its collectives."""
+    _collectives_of: Callable[[ctypes.CDLL], Nccl | Hccl] = Nccl
     _ipc_hint = ""
     """What to check when another process's block cannot be opened."""
 
@@ -128,30 +131,22 @@ class AcceleratorBackend(Backend):
     def _make_binding(self) -> TorchBinding: ...
 
     @abstractmethod
-    def _load_library(self) -> ctypes.CDLL:
-        """Load the vendor's runtime library. Raises DeviceError if it cannot be found."""
-
-    @abstractmethod
     def _make_driver(self, library: ctypes.CDLL) -> Driver: ...
 
     @abstractmethod
-    def _load_collectives(self) -> ctypes.CDLL:
-        """Load the vendor's collective library, as torch loads it. Raises DeviceError if it cannot be found."""
+    def _load(self, stem: str) -> ctypes.CDLL:
+        """Load a library of the vendor's, as torch loads it. Raises DeviceError if it cannot be found."""
 
-    def _make_collectives(self, library: ctypes.CDLL) -> Nccl | Hccl:
-        return Nccl(library)
+    def _library(self, stem: str) -> ctypes.CDLL:
+        return self._load(stem) if self._library_path is None else ctypes.CDLL(self._library_path)
 
     @cached_property
     def _collectives(self) -> Nccl | Hccl:
-        return self._make_collectives(
-            self._load_collectives() if self._library_path is None else ctypes.CDLL(self._library_path)
-        )
+        return type(self)._collectives_of(self._library(self._libraries[1]))
 
     @cached_property
     def _driver(self) -> Driver:
-        return self._make_driver(
-            self._load_library() if self._library_path is None else ctypes.CDLL(self._library_path)
-        )
+        return self._make_driver(self._library(self._libraries[0]))
 
     def unavailable_reason(self) -> str | None:
         reason = self._binding.unavailable_reason()
@@ -353,7 +348,7 @@ class CudaLikeBackend(AcceleratorBackend):
     """Of the runtime library's calls."""
 
     def _make_binding(self) -> TorchBinding:
-        return CudaBinding(self.name)
+        return TorchBinding(self.name)
 
     def _make_driver(self, library: ctypes.CDLL) -> Driver:
         return CudaLikeDriver(library, self._call_prefix)

@@ -6,12 +6,12 @@ capability. Importing this module touches no driver and no environment; `Backend
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from weight_sync.device.process import describe_self, require_alive
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from weight_sync.device.collectives import PairGroup
+    from weight_sync.device.driver import Pinning
     from weight_sync.device.environment import EnvVar
-    from weight_sync.device.pinning import Pinning
 
 Role = Literal["driver", "learner", "engine"]
 """Which kind of process an environment is meant for."""
@@ -123,6 +123,8 @@ class Backend(ABC):
     """Why `fused` does not try its kernels on this device."""
     collective: str
     """torch.distributed backend for the learner."""
+    variables: tuple[EnvVar, ...] = ()
+    """What processes need in their environment."""
     version_files: tuple[str, ...] = ()
     """Where driver and runtime say their version: patterns of paths below `/`."""
 
@@ -145,9 +147,9 @@ class Backend(ABC):
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
 
-    @abstractmethod
     def process_env(self, role: Role) -> tuple[EnvVar, ...]:
         """Variables a process of this role needs, each with its reason."""
+        return tuple(variable for variable in self.variables if role in variable.roles)
 
     def sharing_env(self) -> tuple[EnvVar, ...]:
         """What learner and engine need on top where they share devices."""
@@ -334,3 +336,50 @@ def require_size(nbytes: int) -> None:
     """Raises DeviceError unless `nbytes` is a size that can be allocated."""
     if nbytes <= 0:
         raise DeviceError(f"a persistent block needs a size of at least 1 byte, got {nbytes}")
+
+
+def describe_self() -> dict[str, str]:
+    """Process id, start time and process-id namespace of this process, as handle attributes."""
+    pid = os.getpid()
+    return {"pid": str(pid), "start": _start_ticks(pid) or "", "pid_namespace": _pid_namespace()}
+
+
+def is_self(attributes: Mapping[str, str]) -> bool:
+    return all(attributes.get(key) == value for key, value in describe_self().items())
+
+
+def require_alive(attributes: Mapping[str, str]) -> None:
+    """Refuse a handle whose exporter is known to be gone.
+
+    A process in another process-id namespace (another container) cannot be looked up; then the driver has to decide.
+
+    Raises:
+        DeviceError: the exporter has ended.
+    """
+    if attributes.get("pid_namespace") != _pid_namespace():
+        return
+    pid = attributes.get("pid", "")
+    if not pid.isdigit() or _start_ticks(int(pid)) != attributes.get("start"):
+        raise DeviceError(
+            f"the process that exported this block (pid {pid or '?'}) has ended, and its memory with it; "
+            "fetch a new handle from the process that replaces it"
+        )
+
+
+def _start_ticks(pid: int) -> str | None:
+    """Start time in clock ticks since boot (field 22 of proc(5) stat); tells a reused pid from the old process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # The command name (field 2) may contain spaces and parentheses: count from its last ")".
+    fields = stat[stat.rindex(")") + 2 :].split()
+    state, start = fields[0], fields[19]
+    return None if state in {"Z", "X"} else start
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""

@@ -13,12 +13,14 @@ import contextlib
 import ctypes
 import threading
 import time
+from ctypes import c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
+from weight_sync.device.library import Call, Library
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -231,10 +233,10 @@ class DevicePair:
             raise
 
     def send(self, tensors: Sequence[torch.Tensor]) -> DeviceTransfer:
-        return self._start(self._library.send, tensors)
+        return self._start("send", tensors)
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> DeviceTransfer:
-        return self._start(self._library.receive, tensors)
+        return self._start("receive", tensors)
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -294,7 +296,7 @@ class DevicePair:
         if not transfer.is_done(deadline - time.monotonic()):
             raise LinkBroken(f"{self.name}: the peer did not join within {self._timeout_s:.1f} s")
 
-    def _start(self, call: Callable[..., None], tensors: Sequence[torch.Tensor]) -> DeviceTransfer:
+    def _start(self, word: str, tensors: Sequence[torch.Tensor]) -> DeviceTransfer:
         for tensor in tensors:
             if tensor.device != self._device or not tensor.is_contiguous() or tensor.dtype != torch.uint8:
                 raise ValueError(
@@ -305,7 +307,7 @@ class DevicePair:
         with self._calls:
             self._require_open()
             assert self._comm is not None
-            call(self._comm, tensors, peer=self._peer, stream=self._stream.address)
+            self._library.move(word, self._comm, tensors, peer=self._peer, stream=self._stream.address)
         # What the library has not launched yet, an event would not wait for.
         self._await_ready(self._timeout_s)
         with self._calls:
@@ -329,7 +331,7 @@ class DevicePair:
         with contextlib.suppress(DeviceError):
             self._enter()
             if comm is not None:
-                self._library.abort(comm)
+                self._library.start("abort", comm)
         # The kernels end soon after; until then they may write.
         while self._events and time.monotonic() < deadline:
             for event in [*self._events]:
@@ -338,29 +340,38 @@ class DevicePair:
             time.sleep(POLL_S[0])
 
 
-class _CollectiveLibrary:
-    """Calls by name. ctypes releases the interpreter lock in each, so one that hangs stops only its own thread."""
+class _CollectiveLibrary(Library):
+    """What NCCL and HCCL share."""
 
+    FAILED = LinkBroken
+    WITHOUT = "it is too old, use ipc, shm or gloo"
     name: str
-    _PENDING: int | None = None
+    PAIR_BYTES: int
+    """What a group of two takes of the device at each end."""
+    BYTES: int
+    """Number of the data type of a byte."""
+    PENDING = 0
     """What a call returns that goes on in the background."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def is_ready(self, comm: int) -> bool:
+        """Whether the last call is through.
 
-    def _call(self, name: str, *arguments: object) -> None:
-        function = getattr(self._library, name, None)
-        if function is None:
-            raise DeviceError(f"{self._library._name} has no {name}; it is too old, use ipc, shm or gloo")
-        function.restype = ctypes.c_int
-        self._require(name, function(*arguments))
+        Raises:
+            LinkBroken: it failed, or a transfer did.
+        """
+        state = c_int()
+        self.call("state", comm, ctypes.byref(state))
+        if state.value not in (0, self.PENDING):
+            raise self.error(self.name, state.value)
+        return state.value == 0
 
-    def _require(self, name: str, code: int) -> None:
-        if code not in (0, self._PENDING):
-            raise LinkBroken(f"{name} failed with {code} ({self._describe(code)})")
+    def move(self, word: str, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
+        """`send` or `receive` messages."""
+        for tensor in tensors:
+            self.start(word, tensor.data_ptr(), tensor.numel(), self.BYTES, peer, comm, stream)
 
-    def _describe(self, code: int) -> str:
-        raise NotImplementedError
+    def start(self, word: str, *arguments: Any) -> None:
+        self.call(word, *arguments, unless=self.PENDING)
 
 
 class _NcclId(ctypes.Structure):
@@ -373,33 +384,47 @@ class _NcclConfig(ctypes.Structure):
     """ncclConfig_t as of 2.17. Later libraries take the rest of theirs from their defaults."""
 
     _fields_ = (
-        ("size", ctypes.c_size_t),
+        ("size", c_size_t),
         ("magic", ctypes.c_uint),
         ("version", ctypes.c_uint),
-        ("blocking", ctypes.c_int),
-        ("cga_cluster_size", ctypes.c_int),
-        ("min_ctas", ctypes.c_int),
-        ("max_ctas", ctypes.c_int),
+        ("blocking", c_int),
+        ("cga_cluster_size", c_int),
+        ("min_ctas", c_int),
+        ("max_ctas", c_int),
         ("net_name", ctypes.c_char_p),
     )
+
+
+_MESSAGE = (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p)
+"""Address, bytes, data type, peer, communicator, stream. HCCL's integers have the same sizes."""
 
 
 class Nccl(_CollectiveLibrary):
     """NCCL, and RCCL with the same calls."""
 
     name = "nccl"
+    CALLS: ClassVar = {
+        "new_root": Call("ncclGetUniqueId", (c_void_p,)),
+        "connect": Call("ncclCommInitRankConfig", (c_void_p, c_int, _NcclId, c_int, c_void_p)),
+        "state": Call("ncclCommGetAsyncError", (c_void_p, c_void_p)),
+        "send": Call("ncclSend", _MESSAGE),
+        "receive": Call("ncclRecv", _MESSAGE),
+        "group_start": Call("ncclGroupStart", ()),
+        "group_end": Call("ncclGroupEnd", ()),
+        "abort": Call("ncclCommAbort", (c_void_p,)),
+    }
     MAX_CTAS = 4
     """Multiprocessors that a transfer takes from the learner's compute. More than 4 move no more bytes (89 GB/s between
     two H200s), and each takes 8 MiB of the device for buffers."""
     PAIR_BYTES = 36 << 20
-    """Of the device, measured with `MAX_CTAS`. The first communicator of a process takes 0.4 GiB more."""
-    _PENDING = 7
-    _UINT8 = 1
+    """Measured with `MAX_CTAS`. The first communicator of a process takes 0.4 GiB more."""
+    PENDING = 7
+    BYTES = 1
     _UNSET = -(2**31)
 
     def new_root(self) -> bytes:
         root = _NcclId()
-        self._call("ncclGetUniqueId", ctypes.byref(root))
+        self.call("new_root", ctypes.byref(root))
         return ctypes.string_at(ctypes.byref(root), ctypes.sizeof(root))
 
     def connect(self, root: bytes, rank: int) -> int:
@@ -411,72 +436,33 @@ class Nccl(_CollectiveLibrary):
             cga_cluster_size=self._UNSET,
             min_ctas=self._UNSET,
             max_ctas=self.MAX_CTAS,
-            net_name=None,
         )
-        comm = ctypes.c_void_p()
-        self._call(
-            "ncclCommInitRankConfig",
-            ctypes.byref(comm),
-            ctypes.c_int(2),
-            _NcclId.from_buffer_copy(root),
-            ctypes.c_int(rank),
-            ctypes.byref(config),
-        )
+        comm = c_void_p()
+        self.start("connect", ctypes.byref(comm), 2, _NcclId.from_buffer_copy(root), rank, ctypes.byref(config))
         return _handle(comm)
 
-    def is_ready(self, comm: int) -> bool:
-        """Whether the last call is through.
-
-        Raises:
-            LinkBroken: it failed, or a transfer did.
-        """
-        state = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", ctypes.c_void_p(comm), ctypes.byref(state))
-        self._require("nccl", state.value)
-        return state.value != self._PENDING
-
-    def send(self, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
-        self._group("ncclSend", comm, tensors, peer, stream)
-
-    def receive(self, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
-        self._group("ncclRecv", comm, tensors, peer, stream)
-
-    def abort(self, comm: int) -> None:
-        self._call("ncclCommAbort", ctypes.c_void_p(comm))
-
-    def _group(self, name: str, comm: int, tensors: Sequence[torch.Tensor], peer: int, stream: int) -> None:
+    def move(self, word: str, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
         """The messages of one call are one launch."""
-        self._call("ncclGroupStart")
+        self.start("group_start")
         try:
-            for tensor in tensors:
-                self._call(
-                    name,
-                    ctypes.c_void_p(tensor.data_ptr()),
-                    ctypes.c_size_t(tensor.numel()),
-                    ctypes.c_int(self._UINT8),
-                    ctypes.c_int(peer),
-                    ctypes.c_void_p(comm),
-                    ctypes.c_void_p(stream),
-                )
+            super().move(word, comm, tensors, peer=peer, stream=stream)
         finally:
-            self._call("ncclGroupEnd")
+            self.start("group_end")
 
-    def _describe(self, code: int) -> str:
-        function = self._library.ncclGetErrorString
-        function.restype = ctypes.c_char_p
-        return _text(function(ctypes.c_int(code)))
+    def describe(self, code: int) -> str:
+        return self.text("ncclGetErrorString", c_int(code))
 
 
 class _HcclConfig(ctypes.Structure):
     """HcclCommConfig of version 1. Later libraries take the rest of theirs from their defaults."""
 
     _fields_ = (
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint32),
-        ("version", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint64),
-        ("buffer_mib", ctypes.c_uint32),
-        ("deterministic", ctypes.c_uint32),
+        ("size", c_size_t),
+        ("magic", c_uint32),
+        ("version", c_uint32),
+        ("reserved", c_uint64),
+        ("buffer_mib", c_uint32),
+        ("deterministic", c_uint32),
     )
 
 
@@ -489,84 +475,42 @@ class Hccl(_CollectiveLibrary):
     """
 
     name = "hccl"
+    CALLS: ClassVar = {
+        "new_root": Call("HcclGetRootInfo", (c_void_p,)),
+        "connect": Call("HcclCommInitRootInfoConfig", (c_uint32, c_void_p, c_uint32, c_void_p, c_void_p)),
+        "state": Call("HcclGetCommAsyncError", (c_void_p, c_void_p)),
+        "send": Call("HcclSend", _MESSAGE),
+        "receive": Call("HcclRecv", _MESSAGE),
+        "abort": Call("HcclCommDestroy", (c_void_p,)),
+    }
     BUFFER_MIB = 16
     """Twice per pair and device. HCCL's own 200 would be 400 MiB for each peer that a process has."""
     PAIR_BYTES = 2 * BUFFER_MIB << 20
+    BYTES = 0
     _ROOT_BYTES = 4108
-    _INT8 = 0
 
     def new_root(self) -> bytes:
         root = ctypes.create_string_buffer(self._ROOT_BYTES)
-        self._call("HcclGetRootInfo", root)
+        self.call("new_root", root)
         return root.raw
 
     def connect(self, root: bytes, rank: int) -> int:
         """Blocks until the peer has joined, or for HCCL_CONNECT_TIMEOUT."""
         config = _HcclConfig(
-            size=ctypes.sizeof(_HcclConfig),
-            magic=0xF0F0F0F0,
-            version=1,
-            buffer_mib=self.BUFFER_MIB,
-            deterministic=0,
+            size=ctypes.sizeof(_HcclConfig), magic=0xF0F0F0F0, version=1, buffer_mib=self.BUFFER_MIB, deterministic=0
         )
-        comm = ctypes.c_void_p()
-        self._call(
-            "HcclCommInitRootInfoConfig",
-            ctypes.c_uint32(2),
-            ctypes.create_string_buffer(root, self._ROOT_BYTES),
-            ctypes.c_uint32(rank),
-            ctypes.byref(config),
-            ctypes.byref(comm),
-        )
+        comm, buffer = c_void_p(), ctypes.create_string_buffer(root, self._ROOT_BYTES)
+        self.call("connect", 2, buffer, rank, ctypes.byref(config), ctypes.byref(comm))
         return _handle(comm)
 
-    def is_ready(self, comm: int) -> bool:
-        """
-        Raises:
-            LinkBroken: a transfer failed.
-        """
-        state = ctypes.c_int()
-        self._call("HcclGetCommAsyncError", ctypes.c_void_p(comm), ctypes.byref(state))
-        self._require("hccl", state.value)
-        return True
-
-    def send(self, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
-        self._each("HcclSend", comm, tensors, peer, stream)
-
-    def receive(self, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
-        self._each("HcclRecv", comm, tensors, peer, stream)
-
-    def abort(self, comm: int) -> None:
-        self._call("HcclCommDestroy", ctypes.c_void_p(comm))
-
-    def _each(self, name: str, comm: int, tensors: Sequence[torch.Tensor], peer: int, stream: int) -> None:
-        for tensor in tensors:
-            self._call(
-                name,
-                ctypes.c_void_p(tensor.data_ptr()),
-                ctypes.c_uint64(tensor.numel()),
-                ctypes.c_int(self._INT8),
-                ctypes.c_uint32(peer),
-                ctypes.c_void_p(comm),
-                ctypes.c_void_p(stream),
-            )
-
-    def _describe(self, code: int) -> str:
-        function = getattr(self._library, "HcclGetErrorString", None)
-        if function is None:
-            return "no description"
-        function.restype = ctypes.c_char_p
-        return _text(function(ctypes.c_int(code)))
+    def describe(self, code: int) -> str:
+        return self.text("HcclGetErrorString", c_int(code))
 
 
-def _handle(comm: ctypes.c_void_p) -> int:
+def _handle(comm: c_void_p) -> int:
     if comm.value is None:
         raise LinkBroken("the library reported success but returned no communicator")
     return comm.value
-
-
-def _text(raw: bytes | None) -> str:
-    return "no description" if raw is None else raw.decode(errors="replace").strip()
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What the accelerator backends need of a vendor's runtime library: one class per family of libraries, equal methods.
+"""What the accelerator backends need of a vendor's runtime library: a table of its calls, and what needs more than one.
 
 Pointers and streams are addresses; stream 0 is the default stream. Devices are those of the calling thread. Every
 method raises DriverCallError if the library refuses.
@@ -7,21 +7,30 @@ method raises DriverCallError if the library refuses.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import re
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
-from ctypes import c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import c_int, c_int32, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
+from weight_sync.device.library import Call, Library
 from weight_sync.errors import DeviceError
 
-_IPC_HANDLE_BYTES = 64
-_PCI_BUS_ID_BYTES = 32
-_ACL_KEY_BYTES = 65
-"""Fixed by the CANN documentation of aclrtIpcMemGetExportKey."""
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+log = logging.getLogger(__name__)
+
+STOP_S = 30.0
+"""For the driver to end with the piece that it is at."""
+_registered: set[Pinning] = set()
+"""Holds the memory: what a driver has registered must not be unmapped."""
+_refused_by: set[str] = set()
 
 
 class CopyKind(IntEnum):
@@ -41,150 +50,170 @@ class OutOfDeviceMemory(DriverCallError):
     """The device has not as much memory free as was asked for."""
 
 
-class _Library(ABC):
-    _OUT_OF_MEMORY: int
+class _Driver(Library):
+    """What is the same for all vendors, but for names and signatures."""
 
-    def __init__(self, library: ctypes.CDLL, prefix: str = "") -> None:
-        self._library = library
-        self._prefix = prefix
-
-    @abstractmethod
-    def _describe(self, code: int) -> str:
-        """The library's description of an error code. Also clears the error where the library keeps it."""
-
-    def _call(self, name: str, *arguments: object, unless: int = 0) -> bool:
-        """Whether it succeeded; False for the error code `unless`, while every other one raises."""
-        name = self._prefix + name
-        function = getattr(self._library, name, None)
-        if function is None:
-            raise DeviceError(f"{self._library._name} has no {name}; it is too old, or not the library it should be")
-        function.restype = c_int
-        code = function(*arguments)
-        if code != 0:
-            description = self._describe(code)
-            if code != unless:
-                kind = OutOfDeviceMemory if code == self._OUT_OF_MEMORY else DriverCallError
-                raise kind(f"{name} failed with {code} ({description})")
-        return code == 0
-
-    def _value(self, kind: Any, name: str, *arguments: object) -> int:
-        """What the call writes to where its first argument points."""
-        value = kind()
-        self._call(name, ctypes.byref(value), *arguments)
-        return value.value
-
-    def _pointer(self, name: str, *arguments: object) -> int:
-        pointer: int | None = self._value(c_void_p, name, *arguments)
-        if pointer is None:
-            raise DeviceError(f"{self._prefix}{name} reported success but returned a null pointer")
-        return pointer
-
-
-class CudaLikeDriver(_Library):
-    """libcudart, and libamdhip64, which offers the same calls under the prefix `hip`."""
-
-    _OUT_OF_MEMORY = 2
-    _LAZY_ENABLE_PEER_ACCESS = 1
-    _STREAM_NON_BLOCKING = 1
-    _EVENT_WITHOUT_TIME = 2
-    _NOT_READY = 600
-
-    class _IpcHandle(ctypes.Structure):
-        """cudaIpcMemHandle_t and hipIpcMemHandle_t; passed by value when opened."""
-
-        _fields_ = (("reserved", ctypes.c_ubyte * _IPC_HANDLE_BYTES),)
+    FAILED = DriverCallError
+    OUT_OF_MEMORY: int
+    IPC_BYTES: int
+    """Of an exported handle."""
+    MEMORY_KIND: tuple[int, ...] = ()
 
     def device_count(self) -> int:
-        return self._value(c_int, "GetDeviceCount")
+        return self.value(c_int, "device_count")
 
     def set_device(self, index: int) -> None:
-        self._call("SetDevice", c_int(index))
+        self.call("set_device", index)
 
     def malloc(self, nbytes: int) -> int:
-        return self._pointer("Malloc", c_size_t(nbytes))
+        return self.pointer("malloc", nbytes)
 
     def free(self, pointer: int) -> None:
-        self._call("Free", c_void_p(pointer))
+        self.call("free", pointer)
 
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the current device."""
-        total = c_size_t()
-        return self._value(c_size_t, "MemGetInfo", ctypes.byref(total)), total.value
+        free, total = c_size_t(), c_size_t()
+        self.call("memory_info", *self.MEMORY_KIND, ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def host_register(self, pointer: int, nbytes: int) -> None:
+        """Fix the pages of mapped host memory, so that the device reads and writes them by itself."""
+        self.call("host_register", pointer, nbytes)
+
+    def host_unregister(self, pointer: int) -> None:
+        """To be called before the memory is unmapped."""
+        self.call("host_unregister", pointer)
+
+    def stream_synchronize(self, stream: int) -> None:
+        self.call("stream_synchronize", stream)
+
+    def event_record(self, stream: int) -> int:
+        """A new event behind all that is queued on `stream`."""
+        event = self.pointer("event_create")
+        self.call("event_record", event, stream)
+        return event
+
+    def event_destroy(self, event: int) -> None:
+        self.call("event_destroy", event)
+
+    def device_synchronize(self) -> None:
+        self.call("device_synchronize")
+
+    def checked(self, payload: bytes) -> bytes:
+        """A handle to open."""
+        if len(payload) != self.IPC_BYTES:
+            raise DeviceError(f"an IPC handle has {self.IPC_BYTES} bytes, got {len(payload)}")
+        return payload
+
+    def error(self, name: str, code: int) -> DeviceError:
+        kind = OutOfDeviceMemory if code == self.OUT_OF_MEMORY else DriverCallError
+        return kind(f"{name} failed with {code} ({self.describe(code)})")
+
+
+_OUT, _IN, _EVENT, _STREAM = c_void_p, c_void_p, c_void_p, c_void_p
+
+
+class _IpcHandle(ctypes.Structure):
+    """cudaIpcMemHandle_t and hipIpcMemHandle_t; passed by value when opened."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
+
+
+class CudaLikeDriver(_Driver):
+    """libcudart, and libamdhip64, which offers the same calls under the prefix `hip`."""
+
+    CALLS: ClassVar = {
+        "device_count": Call("GetDeviceCount", (_OUT,)),
+        "set_device": Call("SetDevice", (c_int,)),
+        "malloc": Call("Malloc", (_OUT, c_size_t)),
+        "free": Call("Free", (_IN,)),
+        "memory_info": Call("MemGetInfo", (_OUT, _OUT)),
+        "ipc_export": Call("IpcGetMemHandle", (_OUT, _IN)),
+        "ipc_open": Call("IpcOpenMemHandle", (_OUT, _IpcHandle, c_uint), (1,)),  # cudaIpcMemLazyEnablePeerAccess
+        "ipc_close": Call("IpcCloseMemHandle", (_IN,)),
+        "pci_bus_id": Call("DeviceGetPCIBusId", (_OUT, c_int, c_int)),
+        "host_register": Call("HostRegister", (_IN, c_size_t, c_uint), (0,)),
+        "host_unregister": Call("HostUnregister", (_IN,)),
+        "copy": Call("MemcpyAsync", (_OUT, _IN, c_size_t, c_int, _STREAM)),
+        "stream_create": Call("StreamCreateWithFlags", (_OUT, c_uint), (1,)),  # cudaStreamNonBlocking
+        "stream_synchronize": Call("StreamSynchronize", (_STREAM,)),
+        "event_create": Call("EventCreateWithFlags", (_OUT, c_uint), (2,)),  # cudaEventDisableTiming
+        "event_record": Call("EventRecord", (_EVENT, _STREAM)),
+        "event_query": Call("EventQuery", (_EVENT,)),
+        "event_destroy": Call("EventDestroy", (_EVENT,)),
+        "device_synchronize": Call("DeviceSynchronize", ()),
+    }
+    OUT_OF_MEMORY = 2
+    IPC_BYTES = ctypes.sizeof(_IpcHandle)
+    _NOT_READY = 600
+    _PCI_BUS_ID_BYTES = 32
 
     def ipc_export(self, pointer: int, nbytes: int) -> bytes:
-        handle = self._IpcHandle()
-        self._call("IpcGetMemHandle", ctypes.byref(handle), c_void_p(pointer))
+        handle = _IpcHandle()
+        self.call("ipc_export", ctypes.byref(handle), pointer)
         return bytes(handle.reserved)
 
     def ipc_unexport(self, payload: bytes) -> None:
         """Nothing to do: the handle dies with the memory."""
 
     def ipc_open(self, payload: bytes) -> int:
-        if len(payload) != _IPC_HANDLE_BYTES:
-            raise DeviceError(f"an IPC handle has {_IPC_HANDLE_BYTES} bytes, got {len(payload)}")
-        handle = self._IpcHandle.from_buffer_copy(payload)
-        return self._pointer("IpcOpenMemHandle", handle, c_uint(self._LAZY_ENABLE_PEER_ACCESS))
+        return self.pointer("ipc_open", _IpcHandle.from_buffer_copy(self.checked(payload)))
 
     def ipc_close(self, pointer: int, payload: bytes) -> None:
-        self._call("IpcCloseMemHandle", c_void_p(pointer))
+        self.call("ipc_close", pointer)
+
+    def copy_async(self, dst: int, src: int, nbytes: int, *, kind: CopyKind, stream: int) -> None:
+        self.call("copy", dst, src, nbytes, kind, stream)
+
+    def stream_create(self) -> int:
+        return self.pointer("stream_create")
+
+    def event_is_done(self, event: int) -> bool:
+        return self.call("event_query", event, unless=self._NOT_READY)
 
     def pci_bus_id(self, index: int) -> str:
         """Where the device is in its host, whatever its number: `0000:c1:00.0`."""
-        text = ctypes.create_string_buffer(_PCI_BUS_ID_BYTES)
-        self._call("DeviceGetPCIBusId", text, c_int(_PCI_BUS_ID_BYTES), c_int(index))
+        text = ctypes.create_string_buffer(self._PCI_BUS_ID_BYTES)
+        self.call("pci_bus_id", text, self._PCI_BUS_ID_BYTES, index)
         return text.value.decode()
 
-    def host_register(self, pointer: int, nbytes: int) -> None:
-        """Fix the pages of mapped host memory, so that the device reads and writes them by itself."""
-        self._call("HostRegister", c_void_p(pointer), c_size_t(nbytes), c_uint(0))
-
-    def host_unregister(self, pointer: int) -> None:
-        """To be called before the memory is unmapped."""
-        self._call("HostUnregister", c_void_p(pointer))
-
-    def copy_async(self, dst: int, src: int, nbytes: int, *, kind: CopyKind, stream: int) -> None:
-        self._call("MemcpyAsync", c_void_p(dst), c_void_p(src), c_size_t(nbytes), c_int(kind), c_void_p(stream))
-
-    def stream_create(self) -> int:
-        return self._pointer("StreamCreateWithFlags", c_uint(self._STREAM_NON_BLOCKING))
-
-    def stream_synchronize(self, stream: int) -> None:
-        self._call("StreamSynchronize", c_void_p(stream))
-
-    def event_record(self, stream: int) -> int:
-        """A new event behind all that is queued on `stream`."""
-        event = self._pointer("EventCreateWithFlags", c_uint(self._EVENT_WITHOUT_TIME))
-        self._call("EventRecord", c_void_p(event), c_void_p(stream))
-        return event
-
-    def event_is_done(self, event: int) -> bool:
-        return self._call("EventQuery", c_void_p(event), unless=self._NOT_READY)
-
-    def event_destroy(self, event: int) -> None:
-        self._call("EventDestroy", c_void_p(event))
-
-    def device_synchronize(self) -> None:
-        self._call("DeviceSynchronize")
-
-    def _describe(self, code: int) -> str:
+    def describe(self, code: int) -> str:
         # The runtime remembers an error until it is asked for; left there, torch's next kernel check would raise it.
         getattr(self._library, self._prefix + "GetLastError")()
-        function = getattr(self._library, self._prefix + "GetErrorString")
-        function.restype = ctypes.c_char_p
-        return _text(function(c_int(code)))
+        return self.text(self._prefix + "GetErrorString", c_int(code))
 
 
-class AclDriver(_Library):
+class AclDriver(_Driver):
     """libascendcl. Never run on hardware: written from the CANN documentation and tested against a fake library."""
 
-    _OUT_OF_MEMORY = 207001
-    _MALLOC_HUGE_FIRST = 0
-    _HBM_MEM = 1
-    _EXPORT_WITHOUT_PID_LIST = 1
-    """The receivers' process ids are not known when the block is exported."""
-    _IMPORT_WITH_PEER_ACCESS = 1
+    CALLS: ClassVar = {
+        "device_count": Call("aclrtGetDeviceCount", (_OUT,)),
+        "set_device": Call("aclrtSetDevice", (c_int32,)),
+        "host_index": Call("aclrtGetPhyDevIdByUserDevId", (c_int32, _OUT)),
+        "malloc": Call("aclrtMalloc", (_OUT, c_size_t, c_int), (0,)),  # ACL_MEM_MALLOC_HUGE_FIRST
+        "malloc_host": Call("aclrtMallocHost", (_OUT, c_size_t)),
+        "free": Call("aclrtFree", (_IN,)),
+        "memory_info": Call("aclrtGetMemInfo", (c_int, _OUT, _OUT)),
+        # Without a list of process ids: the receivers' are not known when the block is exported.
+        "ipc_export": Call("aclrtIpcMemGetExportKey", (_IN, c_size_t, _OUT, c_size_t, c_uint64), (1,)),
+        "ipc_open": Call("aclrtIpcMemImportByKey", (_OUT, _IN, c_uint64), (1,)),  # with access between peers
+        "ipc_close": Call("aclrtIpcMemClose", (_IN,)),
+        "host_register": Call("aclrtHostRegisterV2", (_IN, c_uint64, c_uint32), (0x10000000,)),  # pinned
+        "host_unregister": Call("aclrtHostUnregister", (_IN,)),
+        "copy": Call("aclrtMemcpyAsync", (_OUT, c_size_t, _IN, c_size_t, c_int, _STREAM)),
+        "stream_synchronize": Call("aclrtSynchronizeStream", (_STREAM,)),
+        "event_create": Call("aclrtCreateEvent", (_OUT,)),
+        "event_record": Call("aclrtRecordEvent", (_EVENT, _STREAM)),
+        "event_query": Call("aclrtQueryEventStatus", (_EVENT, _OUT)),
+        "event_destroy": Call("aclrtDestroyEvent", (_EVENT,)),
+        "device_synchronize": Call("aclrtSynchronizeDevice", ()),
+    }
+    OUT_OF_MEMORY = 207001
+    IPC_BYTES = 65
+    """Fixed by the CANN documentation of aclrtIpcMemGetExportKey."""
+    MEMORY_KIND = (1,)  # HBM
     _EVENT_COMPLETE = 1
-    _HOST_REGISTER_PINNED = 0x10000000
     _HOST_REGISTER_SINCE = (5, 11)
     """Below this version of Linux, memory that is not page-locked yet causes exceptions, says CANN."""
 
@@ -194,65 +223,30 @@ class AclDriver(_Library):
         """Bytes of registered host memory by address."""
         self._bounce = _BounceBuffers(self)
 
-    def device_count(self) -> int:
-        return self._value(c_uint32, "aclrtGetDeviceCount")
-
-    def set_device(self, index: int) -> None:
-        self._call("aclrtSetDevice", ctypes.c_int32(index))
-
-    def host_index(self, index: int) -> int | None:
-        """The number that device `index` of this process has in its host; None if the library is too old to say."""
-        if not hasattr(self._library, "aclrtGetPhyDevIdByUserDevId"):
-            return None
-        physical = ctypes.c_int32()
-        self._call("aclrtGetPhyDevIdByUserDevId", ctypes.c_int32(index), ctypes.byref(physical))
-        return physical.value
-
-    def malloc(self, nbytes: int) -> int:
-        return self._pointer("aclrtMalloc", c_size_t(nbytes), c_int(self._MALLOC_HUGE_FIRST))
-
-    def malloc_host(self, nbytes: int) -> int:
-        """Pinned host memory."""
-        return self._pointer("aclrtMallocHost", c_size_t(nbytes))
-
-    def free(self, pointer: int) -> None:
-        self._call("aclrtFree", c_void_p(pointer))
-
-    def memory_info(self) -> tuple[int, int]:
-        free, total = c_size_t(), c_size_t()
-        self._call("aclrtGetMemInfo", c_int(self._HBM_MEM), ctypes.byref(free), ctypes.byref(total))
-        return free.value, total.value
-
     def ipc_export(self, pointer: int, nbytes: int) -> bytes:
-        key = ctypes.create_string_buffer(_ACL_KEY_BYTES)
-        flags = c_uint64(self._EXPORT_WITHOUT_PID_LIST)
-        room = c_size_t(_ACL_KEY_BYTES)
-        self._call("aclrtIpcMemGetExportKey", c_void_p(pointer), c_size_t(nbytes), key, room, flags)
+        key = ctypes.create_string_buffer(self.IPC_BYTES)
+        self.call("ipc_export", pointer, nbytes, key, self.IPC_BYTES)
         return key.raw
 
     def ipc_unexport(self, payload: bytes) -> None:
         """To be called before the exporter frees the memory."""
-        self._call("aclrtIpcMemClose", ctypes.c_char_p(payload))
+        self.call("ipc_close", payload)
 
     def ipc_open(self, payload: bytes) -> int:
-        if len(payload) != _ACL_KEY_BYTES:
-            raise DeviceError(f"an IPC key has {_ACL_KEY_BYTES} bytes, got {len(payload)}")
-        key, flags = ctypes.c_char_p(payload), c_uint64(self._IMPORT_WITH_PEER_ACCESS)
-        return self._pointer("aclrtIpcMemImportByKey", key, flags)
+        return self.pointer("ipc_open", self.checked(payload))
 
     def ipc_close(self, pointer: int, payload: bytes) -> None:
-        self._call("aclrtIpcMemClose", ctypes.c_char_p(payload))
+        self.call("ipc_close", payload)
 
     def host_register(self, pointer: int, nbytes: int) -> None:
         version = re.match(r"(\d+)\.(\d+)", os.uname().release)
         if version is None or tuple(map(int, version.groups())) < self._HOST_REGISTER_SINCE:
             raise DeviceError(f"Linux {os.uname().release} is too old for it; 5.11 is the first that will do")
-        flags = c_uint32(self._HOST_REGISTER_PINNED)
-        self._call("aclrtHostRegisterV2", c_void_p(pointer), c_uint64(nbytes), flags)
+        super().host_register(pointer, nbytes)
         self._pinned[pointer] = nbytes
 
     def host_unregister(self, pointer: int) -> None:
-        self._call("aclrtHostUnregister", c_void_p(pointer))
+        super().host_unregister(pointer)
         del self._pinned[pointer]
 
     def copy_async(self, dst: int, src: int, nbytes: int, *, kind: CopyKind, stream: int) -> None:
@@ -263,47 +257,32 @@ class AclDriver(_Library):
             self.stream_synchronize(stream)
             ctypes.memmove(dst, src, nbytes)
         elif host is None or self._is_pinned(host, nbytes):
-            self.copy_pinned(dst, src, nbytes, kind=kind, stream=stream)
+            self.call("copy", dst, nbytes, src, nbytes, kind, stream)
         else:
             self._bounce.copy(dst, src, nbytes, kind=kind, stream=stream)
-
-    def copy_pinned(self, dst: int, src: int, nbytes: int, *, kind: CopyKind, stream: int) -> None:
-        size = c_size_t(nbytes)
-        self._call("aclrtMemcpyAsync", c_void_p(dst), size, c_void_p(src), size, c_int(kind), c_void_p(stream))
 
     def stream_create(self) -> int:
         raise DeviceError("torch_npu makes its streams itself")
 
-    def stream_synchronize(self, stream: int) -> None:
-        self._call("aclrtSynchronizeStream", c_void_p(stream))
-
-    def event_record(self, stream: int) -> int:
-        event = self._pointer("aclrtCreateEvent")
-        self._call("aclrtRecordEvent", c_void_p(event), c_void_p(stream))
-        return event
-
     def event_is_done(self, event: int) -> bool:
         status = c_int()
-        self._call("aclrtQueryEventStatus", c_void_p(event), ctypes.byref(status))
+        self.call("event_query", event, ctypes.byref(status))
         return status.value == self._EVENT_COMPLETE
 
-    def event_destroy(self, event: int) -> None:
-        self._call("aclrtDestroyEvent", c_void_p(event))
-
-    def device_synchronize(self) -> None:
-        self._call("aclrtSynchronizeDevice")
-
-    def supports_ipc(self) -> bool:
-        return hasattr(self._library, "aclrtIpcMemGetExportKey")
+    def host_index(self, index: int) -> int | None:
+        """The number that device `index` of this process has in its host; None if the library is too old to say."""
+        if not self.has("host_index"):
+            return None
+        physical = c_int32()
+        self.call("host_index", index, ctypes.byref(physical))
+        return physical.value
 
     def _is_pinned(self, pointer: int, nbytes: int) -> bool:
         pinned = list(self._pinned.items())  # other threads change it
         return any(start <= pointer and pointer + nbytes <= start + size for start, size in pinned)
 
-    def _describe(self, code: int) -> str:
-        function = self._library.aclGetRecentErrMsg
-        function.restype = ctypes.c_char_p
-        return _text(function())
+    def describe(self, code: int) -> str:
+        return self.text("aclGetRecentErrMsg")
 
 
 class _BounceBuffers:
@@ -320,7 +299,7 @@ class _BounceBuffers:
     def copy(self, dst: int, src: int, nbytes: int, *, kind: CopyKind, stream: int) -> None:
         with self._lock:
             while len(self._idle) < self.NUMBER:
-                self._idle.append((self._driver.malloc_host(self.NBYTES), None))
+                self._idle.append((self._driver.pointer("malloc_host", self.NBYTES), None))
             for start in range(0, nbytes, self.NBYTES):
                 self._copy_part(dst + start, src + start, min(self.NBYTES, nbytes - start), kind, stream)
 
@@ -332,9 +311,9 @@ class _BounceBuffers:
         self._idle[-1] = buffer, stream
         if kind == CopyKind.HOST_TO_DEVICE:
             ctypes.memmove(buffer, src, nbytes)
-            self._driver.copy_pinned(dst, buffer, nbytes, kind=kind, stream=stream)
+            self._driver.call("copy", dst, nbytes, buffer, nbytes, kind, stream)
         else:
-            self._driver.copy_pinned(buffer, src, nbytes, kind=kind, stream=stream)
+            self._driver.call("copy", buffer, nbytes, src, nbytes, kind, stream)
             self._driver.stream_synchronize(stream)
             ctypes.memmove(dst, buffer, nbytes)
 
@@ -342,5 +321,61 @@ class _BounceBuffers:
 Driver = CudaLikeDriver | AclDriver
 
 
-def _text(raw: bytes | None) -> str:
-    return "no description" if raw is None else raw.decode(errors="replace").strip()
+class Pinning:
+    """Registers pieces of mapped host memory with a driver, which the device then reads and writes by itself, without a
+    buffer in between.
+
+    One after the other, in a thread, because it takes 0.2 s per GB. Until a piece is registered, and if the driver
+    refuses (the log says so once), copies of it are several times slower.
+    """
+
+    def __init__(
+        self, driver: Driver, tensor: torch.Tensor, pieces: Sequence[tuple[int, int]], *, device_index: int, name: str
+    ) -> None:
+        """`pieces` are those of `Backend.pin`, in uint8 `tensor`."""
+        self._driver = driver
+        self._tensor = tensor
+        self._device_index = device_index
+        self._name = name
+        self._addresses: list[int] = []
+        """Of registered pieces."""
+        self._num_pieces = len(pieces)
+        self._is_stopped = False
+        _registered.add(self)
+        self._thread = threading.Thread(target=self._register, args=(pieces,), name="weight-sync-pin", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all pieces are registered, as soon as that is known or time is up."""
+        self._thread.join(timeout_s)
+        return len(self._addresses) == self._num_pieces
+
+    def undo(self) -> None:
+        """To be called before the memory is unmapped, when all copies of it are done."""
+        self._is_stopped = True
+        self._thread.join(STOP_S)
+        try:
+            if self._thread.is_alive():
+                raise DeviceError(f"the driver has been pinning it for over {STOP_S:.0f} s")
+            self._driver.set_device(self._device_index)
+            while self._addresses:
+                self._driver.host_unregister(self._addresses[-1])
+                self._addresses.pop()
+        except DeviceError as error:
+            log.warning("%s: shared host memory stays mapped until this process ends: %s", self._name, error)
+        else:
+            _registered.discard(self)
+
+    def _register(self, pieces: Sequence[tuple[int, int]]) -> None:
+        try:
+            self._driver.set_device(self._device_index)
+            for start, nbytes in pieces:
+                if self._is_stopped:
+                    return
+                address = self._tensor.data_ptr() + start
+                self._driver.host_register(address, nbytes)
+                self._addresses.append(address)
+        except DeviceError as error:
+            level = logging.DEBUG if self._name in _refused_by else logging.WARNING
+            log.log(level, "%s: host memory cannot be pinned, so copies of it are slower: %s", self._name, error)
+            _refused_by.add(self._name)

@@ -90,10 +90,12 @@ def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvVar:
-    """An environment variable a role needs. A value the user has set wins over ours."""
+    """An environment variable a process needs. A value the user has set wins over ours."""
 
     name: str
     value: str
     why: str
+    roles: tuple[str, ...] = ("learner", "engine")
+    """Whose processes need it."""
     overrides: bool = False
     """True if an inherited value gives way to ours: images and nodes may have one that breaks what we need."""

@@ -14,7 +14,7 @@ from weight_sync.device.base import Capabilities, Role, bytes_to_copy
 from weight_sync.device.collectives import Hccl
 from weight_sync.device.driver import AclDriver
 from weight_sync.device.environment import EnvVar
-from weight_sync.device.process import load_library
+from weight_sync.device.library import load_library
 from weight_sync.device.torch_binding import NpuBinding, TorchBinding
 from weight_sync.errors import DeviceError
 from weight_sync.node import node_id
@@ -50,24 +50,36 @@ class NpuBackend(AcceleratorBackend):
         "processes must run on the same host as the same user"
     )
 
+    variables = (
+        EnvVar(
+            name="HCCL_CONNECT_TIMEOUT",
+            value="1800",
+            why="seconds a rank waits for its peers; HCCL's 120 are less than a large model needs to load",
+        ),
+        EnvVar(
+            name="VLLM_ASCEND_ENABLE_NZ",
+            value="0",
+            why="vllm-ascend would keep weights in the FRACTAL_NZ layout, which cannot be written row by row",
+            roles=("engine",),
+        ),
+        ENGINE_SPAWNS,
+    )
+    _libraries = ("libascendcl", "libhccl")
+    _collectives_of = Hccl
+
     def _make_binding(self) -> TorchBinding:
         return NpuBinding()
 
     def _make_driver(self, library: ctypes.CDLL) -> AclDriver:
         return AclDriver(library)
 
-    def _load_library(self) -> ctypes.CDLL:
-        return _load("libascendcl")
-
-    def _load_collectives(self) -> ctypes.CDLL:
-        return _load("libhccl")
-
-    def _make_collectives(self, library: ctypes.CDLL) -> Hccl:
-        return Hccl(library)
+    def _load(self, stem: str) -> ctypes.CDLL:
+        home = Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest"))
+        return load_library(stem, installed=[home / "lib64" / f"{stem}.so"])
 
     def capabilities(self) -> Capabilities:
         # A driver without the library may head a cluster of others: it asks for what does not depend on it.
-        ipc = self.is_available() and isinstance(self._driver, AclDriver) and self._driver.supports_ipc()
+        ipc = self.is_available() and isinstance(self._driver, AclDriver) and self._driver.has("ipc_export")
         return Capabilities(ipc=ipc, sleep_mode=True, engine_forks=False)
 
     def device_identity(self) -> str:
@@ -98,23 +110,6 @@ class NpuBackend(AcceleratorBackend):
                 f"{', '.join(blocked[:3])}; they must be in ND (format 2): leave VLLM_ASCEND_ENABLE_NZ=0 and "
                 "additional_config.weight_nz_mode=0 as they are, and use no quantization that needs FRACTAL_NZ"
             )
-
-    def process_env(self, role: Role) -> tuple[EnvVar, ...]:
-        if role == "driver":
-            return ()
-        patience = EnvVar(
-            name="HCCL_CONNECT_TIMEOUT",
-            value="1800",
-            why="seconds a rank waits for its peers; HCCL's 120 are less than a large model needs to load",
-        )
-        if role == "learner":
-            return (patience,)
-        layout = EnvVar(
-            name="VLLM_ASCEND_ENABLE_NZ",
-            value="0",
-            why="vllm-ascend would keep weights in the FRACTAL_NZ layout, which cannot be written row by row",
-        )
-        return (patience, layout, ENGINE_SPAWNS)
 
     def sharing_env(self) -> tuple[EnvVar, ...]:
         return tuple(
@@ -153,8 +148,3 @@ class NpuBackend(AcceleratorBackend):
                 "writes the engine's weights in place; leave weight_nz_mode out"
             )
         return {**user, "additional_config": {**config, **_WEIGHTS_IN_ROWS}}
-
-
-def _load(stem: str) -> ctypes.CDLL:
-    home = Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest"))
-    return load_library(stem, installed=[home / "lib64" / f"{stem}.so"])

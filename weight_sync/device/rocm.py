@@ -13,7 +13,7 @@ from weight_sync.device.accelerator import ENGINE_SPAWNS, CudaLikeBackend
 from weight_sync.device.base import Capabilities, Role
 from weight_sync.device.driver import CudaLikeDriver
 from weight_sync.device.environment import EnvVar
-from weight_sync.device.process import load_library
+from weight_sync.device.library import load_library
 from weight_sync.node import node_id
 
 if TYPE_CHECKING:
@@ -36,17 +36,33 @@ class RocmBackend(CudaLikeBackend):
     sees_whole_host = True
     visible_devices_alias = "CUDA_VISIBLE_DEVICES"
     _call_prefix = "hip"
+    _libraries = ("libamdhip64", "librccl")
     version_files = ("sys/module/amdgpu/version", "opt/rocm*/.info/version")
     _ipc_hint = (
         "a HIP handle names its device by the number that it has in the exporting process, so both processes must see "
         "the same devices in the same order (HIP_VISIBLE_DEVICES), run as the same user and share /dev/kfd and /dev/dri"
     )
 
-    def _load_library(self) -> ctypes.CDLL:
-        return _load("libamdhip64")
+    variables = (
+        *(EnvVar(name=name, value="1", why=_WHY_NOSET, overrides=True) for name in _NOSET),
+        EnvVar(
+            name="HSA_NO_SCRATCH_RECLAIM",
+            value="1",
+            why="without it the first collective fails with ncclSystemError on MI300X; read when HIP starts",
+        ),
+        EnvVar(
+            name=_LEGACY_IPC,
+            value="0",
+            why="vLLM's images for ROCm have 1, with which hipIpcGetMemHandle fails; read when HIP starts",
+            overrides=True,
+        ),
+        ENGINE_SPAWNS,
+    )
 
-    def _load_collectives(self) -> ctypes.CDLL:
-        return _load("librccl")
+    def _load(self, stem: str) -> ctypes.CDLL:
+        rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm"))
+        installed = [Path(torch.__file__).parent / "lib" / f"{stem}.so", *sorted((rocm / "lib").glob(f"{stem}.so*"))]
+        return load_library(stem, installed=installed)
 
     def capabilities(self) -> Capabilities:
         # A driver whose torch is for something else does not know what its nodes have.
@@ -59,25 +75,6 @@ class RocmBackend(CudaLikeBackend):
         index = self.enter()
         assert isinstance(self._driver, CudaLikeDriver)
         return f"{node_id()}-{self._driver.pci_bus_id(index)}"
-
-    def process_env(self, role: Role) -> tuple[EnvVar, ...]:
-        if role == "driver":
-            return ()
-        common = (
-            *(EnvVar(name=name, value="1", why=_WHY_NOSET, overrides=True) for name in _NOSET),
-            EnvVar(
-                name="HSA_NO_SCRATCH_RECLAIM",
-                value="1",
-                why="without it the first collective fails with ncclSystemError on MI300X; read when HIP starts",
-            ),
-            EnvVar(
-                name=_LEGACY_IPC,
-                value="0",
-                why="vLLM's images for ROCm have 1, with which hipIpcGetMemHandle fails; read when HIP starts",
-                overrides=True,
-            ),
-        )
-        return common if role == "learner" else (*common, ENGINE_SPAWNS)
 
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         problems = super().check_env(role, environ)
@@ -103,12 +100,6 @@ class RocmBackend(CudaLikeBackend):
     def engine_defaults(self) -> dict[str, Any]:
         # Capturing graphs of large batches can crash the runtime.
         return {"cudagraph_capture_sizes": list(_CAPTURE_SIZES)}
-
-
-def _load(stem: str) -> ctypes.CDLL:
-    rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm"))
-    installed = [Path(torch.__file__).parent / "lib" / f"{stem}.so", *sorted((rocm / "lib").glob(f"{stem}.so*"))]
-    return load_library(stem, installed=installed)
 
 
 def _version(hip: str | None) -> tuple[int, ...]:

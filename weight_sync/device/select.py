@@ -1,12 +1,18 @@
-"""Choosing a backend by name. Vendor modules are imported here on first use."""
+"""Which backend, by name; which devices of its host a process sees, and which of those are its own.
+
+Vendor modules are imported here on first use.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from weight_sync.device.base import Backend
 
 AUTO_ORDER = ("cuda", "rocm", "npu", "cpu")
@@ -66,3 +72,71 @@ def build(name: str, cpu_threads: int = 1) -> Backend:
             return NpuBackend()
         case _:
             raise DeviceError(f"device must be one of auto, {', '.join(sorted(AUTO_ORDER))}, got {name!r}")
+
+
+class Ray(Protocol):
+    """What is asked of the module `ray`, which this package does not import."""
+
+    def get_runtime_context(self) -> Any: ...
+
+    def nodes(self) -> list[dict[str, Any]]: ...
+
+
+def take_devices(device: str, ray: Ray, *, own: Sequence[str] = (), own_first: bool = False) -> tuple[int, ...]:
+    """Show this process, an actor, its devices.
+
+    Call it before anything asks the driver: a driver reads the variable once, when it is first called.
+
+    Args:
+        own: ids of devices that the actor shares with others; empty for those that Ray gave it.
+        own_first: where it sees others too, its own come first, for a program that counts from 0.
+
+    Returns:
+        The places of its devices among those it sees. Empty if Ray gave it none, or shows it nothing else.
+
+    Raises:
+        DeviceError: the variable is set already, and leaves out one of its devices.
+    """
+    if device == "auto":
+        return ()
+    backend = build(device)
+    num_devices = 0
+    if backend.sees_whole_host:
+        context = ray.get_runtime_context()
+        own = own if own else sorted(context.get_accelerator_ids().get(backend.ray_resource, []))
+        (here,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        num_devices = int(here["Resources"].get(backend.ray_resource, 0))
+    variables, places = seen_devices(backend, own, num_devices=num_devices, environ=os.environ, own_first=own_first)
+    os.environ.update(variables)
+    return places
+
+
+def seen_devices(
+    backend: Backend, own: Sequence[str], *, num_devices: int, environ: Mapping[str, str], own_first: bool = False
+) -> tuple[dict[str, str], tuple[int, ...]]:
+    """Variables that show a process its devices, and the places of these among what it then sees.
+
+    Args:
+        own: ids of its devices: numbers, or, where the variable is inherited, some of what it lists.
+        num_devices: of the host, for a variable that is not inherited.
+        own_first: see `take_devices`.
+
+    Example: `["2"]` of 4 -> `({}, (2,))` where handles name devices of the host, and `({"...": "2"}, (0,))` elsewhere
+    """
+    variable = backend.visible_devices_var
+    if variable is None or not own:
+        return {}, ()
+    if not backend.sees_whole_host:
+        return {variable: ",".join(own)}, tuple(range(len(own)))
+    inherited = environ.get(variable)
+    there = [str(index) for index in range(num_devices)] if inherited is None else inherited.split(",")
+    if missing := sorted(set(own) - set(there)):
+        raise DeviceError(
+            f"Ray has given this process the {backend.name} devices {', '.join(own)}, and {variable}={inherited} "
+            f"leaves out {', '.join(missing)}; set it before `ray start`, or not at all, and not in `device.env`"
+        )
+    if not own_first:
+        return {}, tuple(there.index(device) for device in own)
+    text, alias = ",".join(dict.fromkeys([*own, *there])), backend.visible_devices_alias
+    names = [variable] if alias is None or environ.get(alias) != inherited or inherited is None else [variable, alias]
+    return dict.fromkeys(names, text), tuple(range(len(own)))

@@ -1,8 +1,7 @@
-"""Tensors over memory that a driver allocated."""
+"""torch's side of an accelerator: its streams, and tensors over memory that a driver allocated."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +13,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-class TorchBinding(ABC):
-    """torch's side of an accelerator. Tests pass their own, which views the fake driver's memory as cpu tensors."""
+class _ArrayView:
+    """A raw allocation described in the array interface that torch reads without copying."""
 
-    @abstractmethod
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "strides": None, "version": 2
+        }  # fmt: skip
+
+
+class TorchBinding:
+    """torch.cuda, which is also the name of torch's ROCm support; `flavour` is the build that must be there.
+
+    Tests pass their own, which views the fake driver's memory as cpu tensors.
+    """
+
+    def __init__(self, flavour: str) -> None:
+        self._flavour = flavour
+
     def unavailable_reason(self) -> str | None:
         """What torch lacks for this device and what to do; None if nothing. Never raises."""
-
-    @abstractmethod
-    def _runtime(self) -> Any:
-        """torch's module for this device, initialised."""
-
-    @abstractmethod
-    def _device(self, index: int) -> torch.device: ...
+        built_for = "rocm" if torch.version.hip is not None else "cuda" if torch.version.cuda is not None else "cpu"
+        if built_for != self._flavour:
+            return (
+                f"torch {torch.__version__} is built for {built_for}, not for {self._flavour}; "
+                f'install a torch build for it, e.g. pip install -e ".[{self._flavour}]"'
+            )
+        if not torch.cuda.is_available():
+            return (
+                "torch finds no device: the kernel driver is not loaded, too old for this torch, or no device is "
+                "visible to this process; check nvidia-smi or rocm-smi and the visible-devices variable"
+            )
+        return None
 
     def set_device(self, index: int) -> torch.device:
         """Make `index` torch's device in this thread, with its context created, and return torch's name for it."""
@@ -41,20 +59,29 @@ class TorchBinding(ABC):
         """Whether the tensor lies in host memory."""
         return tensor.device.type == "cpu"
 
-    @abstractmethod
     def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
         """uint8[nbytes] over memory that stays the driver's."""
+        device = self._device(index)
+        # torch asks the driver where a pointer lives and copies if that is another device: ask about one byte, a block
+        # may be larger than what is free here.
+        if torch.as_tensor(_ArrayView(pointer, 1), device=device).data_ptr() == pointer:
+            return _require_in_place(torch.as_tensor(_ArrayView(pointer, nbytes), device=device), pointer)
+        # Memory that another device's process exported is mapped for us all the same; name the device ourselves so that
+        # torch leaves it in place.
+        storage = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
+        return _require_in_place(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), pointer)
 
-    @abstractmethod
     def new_stream(self, index: int, create: Callable[[], int]) -> Any:
         """torch's object for a stream of device `index`, beside those in use. It lives as long as the process.
 
-        `create` makes a stream of the driver's and returns its address, for a torch that can be given one.
+        `create` makes a stream of the driver's and returns its address. torch's own would not do: it hands them out in
+        turn, so others, NCCL's among them, would get the same ones.
         """
+        return torch.cuda.ExternalStream(create(), device=self._device(index))
 
-    @abstractmethod
     def address_of(self, stream: Any) -> int:
         """Address of a stream from `new_stream`. What torch has queued for it on the host goes to the driver first."""
+        return stream.cuda_stream
 
     def current_stream(self) -> int:
         """Address of torch's current stream, as by `address_of`."""
@@ -69,7 +96,6 @@ class TorchBinding(ABC):
             finally:
                 self.address_of(stream)
 
-    @abstractmethod
     def flush(self, index: int) -> None:
         """All that torch has queued on the host for device `index` goes to the driver. May wait until it is done."""
 
@@ -85,62 +111,8 @@ class TorchBinding(ABC):
         """What the vendor calls the device."""
         return self._runtime().get_device_name(index)
 
-
-class _ArrayView:
-    """A raw allocation described in the array interface that torch reads without copying."""
-
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "strides": None,
-            "version": 2,
-        }
-
-
-class CudaBinding(TorchBinding):
-    """torch.cuda, which is also the name of torch's ROCm support; `flavour` is the build that must be there."""
-
-    def __init__(self, flavour: str) -> None:
-        self._flavour = flavour
-
-    def unavailable_reason(self) -> str | None:
-        built_for = "rocm" if torch.version.hip is not None else "cuda" if torch.version.cuda is not None else "cpu"
-        if built_for != self._flavour:
-            return (
-                f"torch {torch.__version__} is built for {built_for}, not for {self._flavour}; "
-                f'install a torch build for it, e.g. pip install -e ".[{self._flavour}]"'
-            )
-        if not torch.cuda.is_available():
-            return (
-                "torch finds no device: the kernel driver is not loaded, too old for this torch, or no device is "
-                "visible to this process; check nvidia-smi or rocm-smi and the visible-devices variable"
-            )
-        return None
-
-    def tensor_at(self, pointer: int, nbytes: int, index: int) -> torch.Tensor:
-        device = self._device(index)
-        # torch asks the driver where a pointer lives and copies if that is another device: ask about one byte, a block
-        # may be larger than what is free here.
-        if torch.as_tensor(_ArrayView(pointer, 1), device=device).data_ptr() == pointer:
-            return _require_in_place(torch.as_tensor(_ArrayView(pointer, nbytes), device=device), pointer)
-        # Memory that another device's process exported is mapped for us all the same; name the device ourselves so that
-        # torch leaves it in place.
-        storage = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
-        return _require_in_place(torch.empty(0, dtype=torch.uint8, device=device).set_(storage), pointer)
-
-    def new_stream(self, index: int, create: Callable[[], int]) -> Any:
-        # The driver's: torch hands its own out in turn, so others, NCCL's among them, would get the same ones.
-        return torch.cuda.ExternalStream(create(), device=self._device(index))
-
-    def address_of(self, stream: Any) -> int:
-        return stream.cuda_stream
-
-    def flush(self, index: int) -> None:
-        """Nothing to do: torch calls the driver immediately."""
-
     def _runtime(self) -> Any:
+        """torch's module for this device, initialised."""
         torch.cuda.init()
         return torch.cuda
 
@@ -159,6 +131,9 @@ class NpuBinding(TorchBinding):
     queues that PER_STREAM_QUEUE gives to single streams.
     """
 
+    def __init__(self) -> None:
+        super().__init__("npu")
+
     def unavailable_reason(self) -> str | None:
         try:
             torch_npu = self._module()
@@ -172,14 +147,9 @@ class NpuBinding(TorchBinding):
         torch_npu, device = self._module(), self._device(index)
         storage = torch_npu._C._construct_storage_from_data_pointer(pointer, device, nbytes)
         metadata = {
-            "data_ptr": pointer,
-            "device": device,
-            "nbytes": nbytes,
-            "dtype": torch.uint8,
-            "size": (nbytes,),
-            "stride": (1,),
-            "storage_offset": 0,
-        }
+            "data_ptr": pointer, "device": device, "nbytes": nbytes, "dtype": torch.uint8, "size": (nbytes,),
+            "stride": (1,), "storage_offset": 0,
+        }  # fmt: skip
         return _require_in_place(
             torch_npu._C._construct_NPU_Tensor_From_Storage_And_Metadata(metadata, storage), pointer
         )

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from weight_sync import deadlines
+from weight_sync.device.base import require_alive
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.device.process import require_alive
 from weight_sync.errors import (
     DeviceError,
     PlanMismatch,

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weight_sync.device import Backend, DeviceError, EnvVar, get_backend, merge_env
-from weight_sync.device.host_memory import host_memory
-from weight_sync.device.process import load_library, mapped_libraries
+from weight_sync.device.cpu import host_memory
+from weight_sync.device.library import load_library, mapped_libraries
 from weight_sync.device.select import AUTO_ORDER, build
 
 if TYPE_CHECKING:

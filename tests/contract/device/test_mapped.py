@@ -13,7 +13,7 @@ import torch
 
 from tests.fakes.drivers.build import make_backend
 from tests.fakes.drivers.peer import pattern
-from weight_sync.device import DeviceError, pinning
+from weight_sync.device import DeviceError, driver
 from weight_sync.device.driver import _BounceBuffers
 from weight_sync.errors import TransportUnusable
 from weight_sync.messages import ArenaHandle
@@ -94,7 +94,7 @@ def wait_for_pinning() -> None:
 def test_host_memory_is_pinned_on_both_sides_and_arrives_just_the_same_where_the_driver_refuses(
     accelerator: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_refused: bool
 ) -> None:
-    monkeypatch.setattr(pinning, "_refused_by", set())
+    monkeypatch.setattr(driver, "_refused_by", set())
     if is_refused:
         accelerator.fail("HostRegister", "aclrtHostRegisterV2", 801, times=2)
     backend = accelerator.backend

@@ -17,8 +17,7 @@ from tests.fakes.scripted_run import config
 from trainer.learner import actor as learner_module
 from trainer.learner.actor import LearnerActor
 from weight_sync.device import DeviceError
-from weight_sync.device.select import build
-from weight_sync.device.visibility import seen_devices, take_devices
+from weight_sync.device.select import build, seen_devices, take_devices
 from weight_sync.transports.exporter import offered
 
 if TYPE_CHECKING:

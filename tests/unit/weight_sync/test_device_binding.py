@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weight_sync.device import torch_binding as binding
-from weight_sync.device.torch_binding import CudaBinding
+from weight_sync.device.torch_binding import TorchBinding
 
 POINTER = 0x7F00
 NBYTES = 16 << 30
@@ -57,5 +57,5 @@ def test_memory_of_another_device_is_viewed_without_a_copy_of_it(
     """One byte is what it costs to ask."""
     fake = TwoDevices(home)
     monkeypatch.setattr(binding, "torch", fake)
-    assert CudaBinding("cuda").tensor_at(POINTER, NBYTES, 0).data_ptr() == POINTER
+    assert TorchBinding("cuda").tensor_at(POINTER, NBYTES, 0).data_ptr() == POINTER
     assert fake.copied_bytes == copied_bytes
