@@ -15,6 +15,8 @@ from weight_sync.plan.types import ParamMeta
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from weight_sync.receive.quantized import Ballots
+
 Kind = Literal["plain", "quantised", "shuffled", "packed", "renamed", "computed"]
 ROWS, COLUMNS = 6, 4
 """Rows of each checkpoint tensor, over all workers."""
@@ -136,8 +138,8 @@ def checkpoint_params() -> tuple[ParamMeta, ...]:
 class ToyReloader:
     """A `Reloader` for `DerivedEngine`."""
 
-    def __init__(self, model: DerivedEngine) -> None:
-        self.model = model
+    def __init__(self, model: DerivedEngine, ballots: Ballots | None = None) -> None:
+        self.model, self.ballots = model, ballots
 
     def checkpoint_tensors(self, module: torch.nn.Module) -> Mapping[str, torch.Tensor] | None:
         return module.expected if isinstance(module, Layer) else None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import types
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -30,6 +31,8 @@ from weight_sync.plan.types import DTYPE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch.distributed.distributed_c10d import Store
+
     from weight_sync.device.base import Backend
     from weight_sync.plan.types import EngineParam, Run
 
@@ -42,8 +45,42 @@ BUCKET_BYTES = 64 << 20
 ALIGN_BYTES = 256
 
 
+class Ballots:
+    """Whether all workers of a replica are ready to post-process: its collectives would wait for one that is not.
+
+    Workers count their commits alike, since each gets every call; the number of a commit is that of its ballot.
+    """
+
+    def __init__(self, store: Store, *, rank: int, num_workers: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._num_workers = num_workers
+
+    def vote(self, number: int, *, is_ready: bool) -> None:
+        """The first vote counts."""
+        self._store.compare_set(self._key(number, self._rank), "", "ready" if is_ready else "failed")
+        self._store.delete_key(self._key(number - 4, self._rank))  # everybody has read that one
+
+    def are_all_ready(self, number: int, timeout_s: float) -> bool:
+        """False too if somebody has not voted within `timeout_s`."""
+        keys = [self._key(number, rank) for rank in range(self._num_workers)]
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+            return all(self._store.get(key) == b"ready" for key in keys)
+        except RuntimeError:  # of this torch it is a DistStoreError, which is one
+            return False
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"weight-sync-commit/{number}/{rank}"
+
+
 class Reloader(Protocol):
     """An engine's own way from checkpoint tensors to live ones."""
+
+    @property
+    def ballots(self) -> Ballots | None:
+        """None for a worker that has no other to wait for."""
+        ...
 
     def checkpoint_tensors(self, module: torch.nn.Module) -> Mapping[str, torch.Tensor] | None:
         """Parameters as the module's loader fills them, by attribute name (`meta`); None if that is not known."""

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from weight_sync.device.base import Backend
     from weight_sync.plan.types import ParamMeta, WorkerLayout
     from weight_sync.receive.epoch import Slots
-    from weight_sync.receive.quantized import Reloader
+    from weight_sync.receive.quantized import Ballots, Reloader
 
 
 log = logging.getLogger(__name__)
@@ -149,6 +149,7 @@ class WeightReceiver:
         self._pull: Pull | None = None
         self._live_version: int | None = None
         self._is_dirty = False
+        self._num_commits = 0
 
     @property
     def is_dirty(self) -> bool:
@@ -251,7 +252,14 @@ class WeightReceiver:
                 after one of a staged prefetch it still holds the old weights.
             WeightSyncError: (other) the version was not prefetched.
         """
-        deadline = Deadline(self._clock() + deadline_s)
+        self._num_commits += 1
+        try:
+            return self._commit(version, Deadline(self._clock() + deadline_s), deadline_s)
+        finally:
+            if (ballots := self._ballots()) is not None:
+                ballots.vote(self._num_commits, is_ready=False)  # unless it has said that it is
+
+    def _commit(self, version: int, deadline: Deadline, deadline_s: float) -> PullReport:
         with self._changed:
             if not self._wait_while(COMMITTING, deadline_s):
                 raise PullTimeout(f"worker {self._worker} is still committing after {deadline_s:.1f} s")
@@ -412,12 +420,33 @@ class WeightReceiver:
             epoch.invalidate()
             raise
         if epoch.targets.derived is not None:
+            self._require_all_ready(pull.version, deadline)
             epoch.targets.derived.reload()
         self._backend.synchronize()
         self._is_dirty = False
         self._live_version = pull.version
         commit_s = self._clock() - started
         return msgspec.structs.replace(report, commit_s=commit_s, counters=self.counters())
+
+    def _ballots(self) -> Ballots | None:
+        """Of commits that may fail on one worker and not on others, before post-processing: those in place."""
+        targets = None if self._epoch is None else self._epoch.targets
+        is_asked = targets is not None and targets.derived is not None and not targets.is_staged
+        return self._reloader.ballots if is_asked and self._reloader is not None else None
+
+    def _require_all_ready(self, version: int, deadline: Deadline) -> None:
+        """
+        Raises:
+            WeightSyncError: another worker of this replica did not get the version.
+        """
+        if (ballots := self._ballots()) is None:
+            return
+        ballots.vote(self._num_commits, is_ready=True)
+        if not ballots.are_all_ready(self._num_commits, max(0.0, deadline.at - self._clock())):
+            raise WeightSyncError(
+                f"worker {self._worker} has version {version}, another worker of its replica does not; what is derived "
+                "from it is not made, because that may wait for all of them"
+            )
 
     def _handle(self, sender: str, request: Request) -> Response | Future[Response]:
         """Begin what the coordinator asks for, or answer a successor. Runs in the control thread, which must stay free

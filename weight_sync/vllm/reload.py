@@ -11,7 +11,10 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from weight_sync.errors import PlanMismatch
+from weight_sync.receive.quantized import Ballots
 from weight_sync.vllm.compat import rearranged_experts
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ class LayerwiseReloader:
     def __init__(self, model: torch.nn.Module, vllm_config: Any, *, info_of: Any, restore: Any) -> None:
         self._model: Any = model
         self._config = vllm_config
+        self.ballots = _ballots()
         self._info_of = info_of
         self._restore = restore
         # Before 0.32 `bias` was among the noted tensors; later it never leaves the layer.
@@ -109,3 +113,11 @@ class LayerwiseReloader:
 
 def _derives_from_others(module: torch.nn.Module) -> bool:
     return getattr(module, "kv_b_proj", None) is not None and hasattr(module, "process_weights_after_loading")
+
+
+def _ballots() -> Ballots | None:
+    """Over the store in which the engine's workers have found each other."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    return Ballots(store, rank=dist.get_rank(), num_workers=dist.get_world_size())

@@ -255,22 +255,6 @@ async def test_replicas_are_never_all_paused_at_once() -> None:
         assert len(paused) <= 1
 
 
-async def test_frozen_replica_keeps_its_version_until_released() -> None:
-    replicas = [LocalReplica("r0"), LocalReplica("r1")]
-    async with opened(1, replicas, timeout_s=1.0) as world:
-        await world.step(1)
-        async with world.coordinator.freeze("r0") as version:
-            assert version == 1
-            task = asyncio.create_task(world.step(2))
-            await asyncio.sleep(1.2)  # longer than the deadline: a freeze is nobody's failure
-            assert replicas[0].versions == [1]
-            assert replicas[1].versions == [1, 2]
-            assert not task.done()
-        report = await task
-        assert report.replicas_live == 2
-        assert replicas[0].versions == [1, 2]
-
-
 async def test_failing_replica_is_left_out_and_the_others_go_on() -> None:
     replicas = [LocalReplica("r0"), LocalReplica("r1")]
 
@@ -295,21 +279,6 @@ async def test_failing_replica_is_left_out_and_the_others_go_on() -> None:
         replicas[0].assert_holds(world.full)
         await world.coordinator.leave("r1")
         assert seen[-1] == {"r0": "live"}
-
-
-async def test_commit_that_fails_once_is_tried_again() -> None:
-    replica = LocalReplica("r0")
-    failures = iter([TimeoutError("engine was busy")])
-
-    def fail_once() -> None:
-        for failure in failures:
-            raise failure
-
-    async with opened(1, [replica]) as world:
-        replica.before_commit = fail_once
-        report = await world.step(1)
-        assert report.num_retries == 1
-        replica.assert_holds(world.full)
 
 
 async def test_self_test_names_the_parameter_that_differs() -> None:
@@ -507,12 +476,6 @@ async def test_transport_that_does_not_work_is_an_error_when_it_was_asked_for(mo
     with pytest.raises(TransportUnusable, match="no peer access"):
         await world.coordinator.open()
     await world.coordinator.close()
-
-
-async def test_version_must_be_published_before_it_is_synced() -> None:
-    async with opened(1, [LocalReplica("r0")]) as world:
-        with pytest.raises(WeightSyncError, match="version 3 is not published"):
-            await world.coordinator.sync(3)
 
 
 async def test_silent_replica_ends_the_sync_at_its_deadline() -> None:

@@ -4,53 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
-from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from tests.fakes.sync_world import LocalReplica, full_weights
+from tests.unit.weight_sync.test_coordinator import World, opened
 from weight_sync.errors import VersionUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from weight_sync.messages import SyncReport
-
 TIMEOUT_S = 1.0
-
-
-class World:
-    def __init__(self) -> None:
-        self.learner = LocalPublisher(0, 1, full_weights(0))
-        self.replicas = [LocalReplica(f"r{i}") for i in range(2)]
-        options = SyncOptions(timeout_s=TIMEOUT_S, commit="inplace")
-        self.coordinator = SyncCoordinator([self.learner], self.replicas, options=options)
-
-    async def publish(self, version: int) -> None:
-        self.learner.full = full_weights(version)
-        await asyncio.wait_for(self.coordinator.publish(version), 30)
-
-    async def sync(self, version: int) -> SyncReport:
-        return await asyncio.wait_for(self.coordinator.sync(version), 30)
 
 
 @contextlib.asynccontextmanager
 async def world_at_1() -> AsyncIterator[World]:
-    world = World()
-    await world.coordinator.open()
-    try:
-        await world.publish(1)
-        await world.sync(1)
+    replicas = [LocalReplica(f"r{i}") for i in range(2)]
+    async with opened(1, replicas, commit="inplace", timeout_s=TIMEOUT_S) as world:
+        await world.step(1)
         yield world
-    finally:
-        await world.coordinator.close()
 
 
-async def wait_in_freeze(world: World) -> asyncio.Task[SyncReport]:
+async def wait_in_freeze(world: World) -> asyncio.Task[Any]:
     """r1 takes version 2. r0, which is frozen, knows of it, for longer than the deadline of the sync."""
-    await world.publish(2)
-    syncing = asyncio.create_task(world.sync(2))
+    syncing = asyncio.create_task(world.step(2))
     await asyncio.sleep(1.5 * TIMEOUT_S)
     assert not syncing.done()
     world.replicas[0].assert_holds(full_weights(1))
@@ -72,7 +50,8 @@ async def test_a_version_whose_slot_is_needed_passes_a_frozen_replica_by_and_the
         async with world.coordinator.freeze("r0"):
             syncing = await wait_in_freeze(world)
             for version in (3, 4):
-                await world.publish(version)
+                world.train(version)
+                await world.coordinator.publish(version)
         with pytest.raises(VersionUnavailable, match=r"version 2 .* held: \[3, 4\]"):
             await syncing  # so nobody counts version 2 as live
         replica = world.replicas[0]
@@ -81,5 +60,5 @@ async def test_a_version_whose_slot_is_needed_passes_a_frozen_replica_by_and_the
         assert not replica.receivers[0].is_dirty
         assert world.coordinator.members == {"r0": "live", "r1": "live"}
         assert world.coordinator.live_versions == {"r0": 1, "r1": 2}
-        assert (await world.sync(4)).replicas_live == 2
+        assert (await world.coordinator.sync(4)).replicas_live == 2
         replica.assert_holds(full_weights(4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -31,29 +30,6 @@ async def test_syncs_pass_a_leased_replica_by_and_it_catches_up_at_the_end(commi
         replicas[0].assert_holds(world.full)
 
 
-async def test_a_lease_without_a_sync_meanwhile_changes_nothing(commit: str) -> None:
-    replicas = [LocalReplica("r0"), LocalReplica("r1")]
-    async with opened(1, replicas, commit=commit) as world:
-        await world.step(1)
-        async with world.coordinator.lease("r1"):
-            pass
-        assert [replica.versions for replica in replicas] == [[1], [1]]
-
-
-async def test_where_every_live_replica_is_leased_a_sync_waits(commit: str) -> None:
-    replicas = [LocalReplica("r0")]
-    async with opened(1, replicas, commit=commit) as world:
-        await world.step(1)
-        async with world.coordinator.lease("r0"):
-            syncing = asyncio.create_task(world.step(2))
-            await asyncio.sleep(0.3)
-            assert not syncing.done()
-            assert replicas[0].versions == [1]
-        report = await asyncio.wait_for(syncing, 10)
-        assert report.replicas_live == 1
-        replicas[0].assert_holds(world.full)
-
-
 async def test_a_block_that_fails_leaves_a_replica_with_the_newest_version(commit: str) -> None:
     replicas = [LocalReplica("r0"), LocalReplica("r1")]
     async with opened(1, replicas, commit=commit) as world:
@@ -64,21 +40,6 @@ async def test_a_block_that_fails_leaves_a_replica_with_the_newest_version(commi
                 raise OSError("the evaluation failed")
         replicas[0].assert_holds(world.full)
         assert (await world.step(3)).replicas_live == 2
-
-
-async def test_a_replica_that_cannot_catch_up_is_lost_and_nothing_is_raised(commit: str) -> None:
-    replicas = [LocalReplica("r0"), LocalReplica("r1")]
-
-    def die() -> None:
-        raise ConnectionError("engine process is gone")
-
-    async with opened(1, replicas, commit=commit) as world:
-        await world.step(1)
-        async with world.coordinator.lease("r0"):
-            await world.step(2)
-            replicas[0].before_commit = die
-        assert world.coordinator.members == {"r0": "dead", "r1": "live"}
-        assert (await world.step(3)).replicas_live == 1
 
 
 async def test_while_the_only_live_replica_is_leased_a_sync_waits_and_a_newcomer_joins_and_takes_it(
@@ -120,37 +81,6 @@ async def test_a_lease_that_nobody_passed_by_says_so_to_nobody_afterwards(commit
             pass
         async with world.coordinator.lease("r0"):
             await asyncio.wait_for(world.step(2), 10)
-
-
-async def test_a_lease_waits_for_the_sync_that_is_under_way(commit: str) -> None:
-    """An evaluation that begins again on another replica: the sync would wait for it to its end, and whoever joins for
-    the sync."""
-    replicas = [LocalReplica("r0"), LocalReplica("r1")]
-    async with opened(1, replicas, commit=commit) as world:
-        await world.step(1)
-        has_begun, may_go_on = asyncio.Event(), asyncio.Event()
-        member = world.coordinator._members["r0"]
-        prefetch = member._prefetch
-
-        async def slow(*arguments: Any) -> None:
-            has_begun.set()
-            await may_go_on.wait()
-            await prefetch(*arguments)
-
-        member._prefetch = slow  # type: ignore[method-assign]
-        syncing = asyncio.create_task(world.step(2))
-        await has_begun.wait()
-        versions: list[int | None] = []
-
-        async def evaluate() -> None:
-            async with world.coordinator.lease("r0") as version:
-                versions.append(version)
-
-        evaluating = asyncio.create_task(evaluate())
-        await asyncio.sleep(0.1)
-        may_go_on.set()
-        await asyncio.wait_for(asyncio.gather(syncing, evaluating), 20)
-        assert versions == [2]
 
 
 async def test_a_sync_that_waited_for_a_lease_does_not_take_a_newer_version_back(commit: str) -> None:

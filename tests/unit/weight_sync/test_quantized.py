@@ -3,11 +3,14 @@ what it makes of it equals a load from the start, bit for bit, in memory that ne
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +19,11 @@ from tests.fakes.row_shards import held_by, rows_of
 from tests.fakes.sync_world import LocalPublisher, LocalReplica
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.cpu import CpuBackend
-from weight_sync.errors import DigestMismatch, PlanMismatch
+from weight_sync.errors import DigestMismatch, PlanMismatch, WeightSyncError
+from weight_sync.messages import SlotAt
 from weight_sync.plan.types import EngineParam, ParamMeta
 from weight_sync.receive.quantized import (
+    Ballots,
     ModuleReload,
     ReloadedModule,
     Reloads,
@@ -75,11 +80,13 @@ class _Replica(LocalReplica):
     def __init__(self, name: str, num_workers: int) -> None:
         super().__init__(name, num_workers)
         self.engines = [DerivedEngine(worker, num_workers) for worker in range(num_workers)]
-        receivers = [
-            WeightReceiver(engine, CpuBackend(), worker=worker, reloader=ToyReloader(engine))
+        store = dist.HashStore()
+        ballots = [Ballots(store, rank=worker, num_workers=num_workers) for worker in range(num_workers)]
+        self.receivers = [
+            WeightReceiver(engine, CpuBackend(), worker=worker, reloader=ToyReloader(engine, ballots[worker]))
             for worker, engine in enumerate(self.engines)
         ]
-        self.services = [WorkerService(lambda receiver=receiver: receiver) for receiver in receivers]
+        self.services = [WorkerService(lambda receiver=receiver: receiver) for receiver in self.receivers]
 
 
 @pytest.mark.asyncio
@@ -122,6 +129,76 @@ async def test_synced_engine_equals_a_fresh_load_and_nothing_moves(
         await coordinator.self_test()
     finally:
         await coordinator.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("trouble", ["its pull fails", "it was not asked to prefetch", "it is silent"])
+async def test_no_worker_post_processes_what_another_one_did_not_get(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place: the engine's post-processing may have collectives, which would wait for that worker for ever."""
+    replica = _Replica("a", 2)
+    coordinator = SyncCoordinator(
+        [_Learner(0, 1, _weights(1))], [replica], options=SyncOptions(timeout_s=20.0, commit="inplace")
+    )
+    await coordinator.open()
+    healthy, failing = replica.receivers
+    together, processed = threading.Barrier(2), list[Any]()
+
+    def collective(reloader: ToyReloader, module: Any) -> bool:
+        processed.append(module)
+        together.wait(10)
+        return True
+
+    def commit(receiver: WeightReceiver) -> Any:
+        return asyncio.to_thread(receiver.commit, 1, deadline_s=3.0)
+
+    try:
+        await coordinator.publish(1)
+        slots = [SlotAt(0, *await _pinned(coordinator, 1))]
+        for receiver in replica.receivers if trouble != "it was not asked to prefetch" else [healthy]:
+            receiver.prefetch(1, slots, deadline_s=5.0).result(5)
+        with monkeypatch.context() as broken:
+            broken.setattr(ToyReloader, "post_process", collective)
+            if trouble == "its pull fails":
+                broken.setattr(failing._epoch, "pull", lambda *_, **__: _raise(DigestMismatch("its memory is broken")))
+            commits = [commit(healthy)] if trouble == "it is silent" else [commit(healthy), commit(failing)]
+            results = await asyncio.gather(*commits, return_exceptions=True)
+        assert "another worker of its replica does not" in str(results[0])
+        assert all(isinstance(result, WeightSyncError) for result in results)
+        assert processed == [] and healthy.is_dirty
+        if trouble == "its pull fails":  # once both get it, both take it
+            for receiver in replica.receivers:
+                receiver.prefetch(1, slots, deadline_s=5.0).result(5)
+            await asyncio.gather(*map(commit, replica.receivers))
+            for engine in replica.engines:
+                _assert_equal(engine, engine.loaded(_weights(1)))
+    finally:
+        await coordinator.close()
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_a_ballot_is_unanimous_or_it_is_not_and_the_first_vote_counts(kind: str) -> None:
+    """Over the kind of store that vLLM's workers have, and the one of the test before."""
+    hashed, tcp = dist.HashStore, dist.TCPStore
+    store = hashed() if kind == "hash" else tcp("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (Ballots(dist.PrefixStore("engine", store), rank=rank, num_workers=2) for rank in (0, 1))
+    for number in range(1, 12):
+        first.vote(number, is_ready=True)
+        assert not first.are_all_ready(number, 0.01), "the other has not voted"
+        second.vote(number, is_ready=number % 2 == 0)
+        second.vote(number, is_ready=number % 2 == 1)
+        assert [each.are_all_ready(number, 5.0) for each in (first, second)] == [number % 2 == 0] * 2
+
+
+async def _pinned(coordinator: SyncCoordinator, version: int) -> tuple[int, int]:
+    pin = coordinator._pin_of(version)
+    await pin.hold("test", 5.0)
+    return pin.slots[0][1:]
+
+
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 def test_trial_tells_which_modules_are_derived_and_why_and_leaves_no_trace() -> None:
