@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from tests.fakes.sync_world import LocalReplica, full_weights
@@ -21,8 +22,9 @@ TIMEOUT_S = 1.0
 @contextlib.asynccontextmanager
 async def world_at_1() -> AsyncIterator[World]:
     replicas = [LocalReplica(f"r{i}") for i in range(2)]
-    async with opened(1, replicas, commit="inplace", timeout_s=TIMEOUT_S) as world:
-        await world.step(1)
+    async with opened(1, replicas, commit="inplace") as world:
+        await world.step(1)  # imports of the first one take longer than what comes
+        world.coordinator._options = msgspec.structs.replace(world.coordinator._options, timeout_s=TIMEOUT_S)
         yield world
 
 
