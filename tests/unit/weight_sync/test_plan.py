@@ -241,10 +241,12 @@ def test_replicas_that_differ_are_named() -> None:
     ],
 )
 def test_boxes_that_leave_something_out_or_overlap_are_refused(boxes: list[Any], words: str) -> None:
-    given = _pair()
-    shards = [RankShards.of(rank, given["params"], [ShardBox("w", *box)]) for rank, box in enumerate(boxes)]
+    params = (ParamMeta(name="w", shape=(4, 2), dtype="bfloat16"),)
+    engine = (EngineParam(name="w", shape=(4, 2), dtype="bfloat16"),)
+    layout = WorkerLayout(worker=0, params=engine, copies=(_copy("w", (4, 2)),))
+    shards = [RankShards.of(rank, params, [ShardBox("w", *box)]) for rank, box in enumerate(boxes)]
     with pytest.raises(PlanMismatch, match=words):
-        build_plan(epoch=0, **{**given, "shards": shards})
+        build_plan(epoch=0, params=params, shards=shards, workers=(layout,))
 
 
 def test_scalar_parameter_travels() -> None:
@@ -274,64 +276,10 @@ def _copy(name: str, size: tuple[int, ...], dst: str | None = None) -> RecordedC
     )
 
 
-def _pair(**engine: object) -> dict[str, tuple[object, ...]]:
-    """A learner and an engine that agree on one [4, 2] parameter, up to changes of the recorded copy."""
-    copy = msgspec.structs.replace(_copy("w", (4, 2)), **engine)
-    layout = WorkerLayout(worker=0, params=(EngineParam(name="w", shape=(4, 2), dtype="bfloat16"),), copies=(copy,))
-    params = (ParamMeta(name="w", shape=(4, 2), dtype="bfloat16"),)
-    return {"params": params, "shards": row_shards(params, 2), "workers": (layout,)}
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"src_param": "v"}, ["worker 0: v -> w: the learner has no parameter of that name", "w (4, 2) is trained"]),
-        ({"dst_param": "x"}, ["worker 0: w -> x: the engine lists no parameter"]),
-        ({"src_size": (5, 2)}, ["size (5, 2) exceeds the learner's shape (4, 2)"]),
-        ({"src_start": (0, 0, 0)}, ["recorded with 2 dimensions"]),
-        ({"dst_offset": 1}, ["writes up to element 9 of 8"]),
-        ({"dst_stride": (1, 1)}, ["3 elements of w are written more than once"]),
-        ({"dst_stride": (-2, 1)}, ["must not be negative"]),
-    ],
-)
-def test_copy_that_does_not_fit_is_refused_with_numbers(change: dict[str, object], words: list[str]) -> None:
-    with pytest.raises(PlanMismatch) as caught:
-        build_plan(epoch=0, **_pair(**change))
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_all_problems_are_listed_at_once() -> None:
-    good = _pair()
-    params = (
-        ParamMeta(name="w", shape=(4, 2), dtype="float32"),
-        ParamMeta(name="lm_head.weight", shape=(3, 3), dtype="bfloat16"),
-        ParamMeta(name="odd", shape=(1,), dtype="complex64"),
-    )
-    shards = [
-        RankShards.of(0, params, [ShardBox("w", (0, 0), (3, 2)), ShardBox("lm_head.weight", (1, 0), (1, 3)),
-                                  ShardBox("lm_head.weight", (2, 0), (7, 3))]),
-        RankShards.of(1, params, [ShardBox("w", (2, 0), (2, 2))]),
-    ]  # fmt: skip
-    (layout,) = good["workers"]
-    idle = EngineParam(name="idle", shape=(7,), dtype="bfloat16")
-    layout = msgspec.structs.replace(layout, params=(*layout.params, idle))
-    with pytest.raises(PlanMismatch) as caught:
-        build_plan(epoch=0, params=params, shards=shards, workers=(layout, layout))
-    message = str(caught.value)
-    for part in (
-        "worker 0 occurs 2 times",
-        "odd has dtype 'complex64'",
-        "rows 2-3 of w are held twice (at rank 1)",
-        "rank 0 lists more than one shard of lm_head.weight",
-        "rank 0 holds [2:9, 0:3] of lm_head.weight, whose shape is (3, 3)",
-        "rows 0-1 of lm_head.weight are held by no rank",
-        "rows 2-3 of lm_head.weight are held by no rank",
-        "rows 0-1 of odd are held by no rank",
-        "w, w: the wire has float32, the engine stores bfloat16",
-        "lm_head.weight (3, 3) is trained but no engine worker loads it",
-        "idle of the engine (7 elements) receives nothing",
-    ):
-        assert part in message, (part, message)
+def test_a_worker_that_occurs_twice_is_refused() -> None:
+    layout = worker_layouts(_SPEC)[0]
+    with pytest.raises(PlanMismatch, match="worker 0 occurs 2 times"):
+        build_plan(epoch=0, params=_SPEC.params(), shards=row_shards(_SPEC.params(), 2), workers=(layout, layout))
 
 
 @given(data=st.data())
@@ -376,28 +324,6 @@ def test_pipeline_stages_pull_their_own_layers_and_together_everything() -> None
     assert sum(pull.nbytes for pull in plan.pull) == sum(prod(meta.shape) * 2 for meta in params)
 
 
-def test_layer_that_no_stage_loads_is_refused_by_name() -> None:
-    spec = _changed(tp=1, kv_heads=8)
-    params = spec.params()
-    with pytest.raises(PlanMismatch) as caught:
-        build_plan(epoch=0, params=params, shards=row_shards(params, 2), workers=_stages(spec)[:1])
-    missing = {meta.name for meta in params if not meta.name.startswith(("0.", "embed"))}
-    assert missing
-    assert str(caught.value).count("no engine worker loads it") == len(missing)
-    assert all(f"{name} " in str(caught.value) for name in missing)
-
-
-def test_part_of_a_parameter_that_no_worker_loads_is_refused_with_its_size() -> None:
-    """Three of four tensor-parallel workers: a quarter of every split matrix would keep its old value."""
-    params = _SPEC.params()
-    with pytest.raises(PlanMismatch) as caught:
-        build_plan(epoch=0, params=params, shards=row_shards(params, 2), workers=worker_layouts(_SPEC)[:3])
-    assert "512 of 2048 elements of 0.down.weight (32, 64) are trained but no engine worker loads them" in str(
-        caught.value
-    )
-    assert "norm" not in str(caught.value)
-
-
 def test_parameter_that_the_engine_keeps_in_float32_travels_in_float32() -> None:
     """Only where everything that it fills is float32; a float32 wire is never rounded."""
     engine = [EngineParam(name=n, shape=(4, 2), dtype=d) for n, d in (("w", "float32"), ("x", "bfloat16"))]
@@ -411,16 +337,6 @@ def test_parameter_that_the_engine_keeps_in_float32_travels_in_float32() -> None
     both = msgspec.structs.replace(layout, copies=(_copy("w", (4, 2)), _copy("w", (4, 2), "x")))
     with pytest.raises(PlanMismatch, match="w, w: the wire has bfloat16, the engine stores float32"):
         build_plan(epoch=0, params=params[:1], shards=row_shards(params[:1], 2), workers=(both,))
-
-
-def test_scattered_destination_is_refused_instead_of_becoming_a_million_runs() -> None:
-    params = (ParamMeta(name="w", shape=(2048, 1024), dtype="bfloat16"),)
-    copy = msgspec.structs.replace(_copy("w", (2048, 1024)), dst_stride=(1, 2048))
-    layout = WorkerLayout(
-        worker=0, params=(EngineParam(name="w", shape=(1024, 2048), dtype="bfloat16"),), copies=(copy,)
-    )
-    with pytest.raises(PlanMismatch, match="2097152 runs of 1 elements"):
-        build_plan(epoch=0, params=params, shards=row_shards(params, 1), workers=(layout,))
 
 
 def _part(share_: SharedPlan, worker: int = 0) -> tuple[str, PullPlan]:
