@@ -136,7 +136,7 @@ class ScratchMemory:
 
     def put(self, tensor: torch.Tensor, sources: Iterable[str]) -> None:
         """`sources` are from now on part of everything that shares memory with `tensor`."""
-        key = _storage(tensor)
+        key = storage_of(tensor)
         known = self._held[key][0] if key in self._held else frozenset[str]()
         # The tensor is kept, so that its memory cannot become another tensor's while we remember it.
         self._held[key] = (known | frozenset(sources), tensor)
@@ -145,7 +145,7 @@ class ScratchMemory:
         """What was put into the memory of `tensor`."""
         if not self._held:
             return frozenset()
-        held = self._held.get(_storage(tensor))
+        held = self._held.get(storage_of(tensor))
         return frozenset() if held is None else held[0]
 
 
@@ -203,5 +203,6 @@ def _on_meta(leaf: Any) -> Any:
             return leaf
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, `meta` ones too."""
     return tensor.untyped_storage()._cdata

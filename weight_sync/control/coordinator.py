@@ -34,35 +34,13 @@ from weight_sync.control.members import (
     nothing,
 )
 from weight_sync.errors import DigestMismatch, PullTimeout, ReplicaDirty, VersionUnavailable, WeightSyncError
-from weight_sync.messages import PackReport, PublishedDigests, ReplicaTimes, RunDigests, SyncReport, decode, open_reply
+from weight_sync.messages import PackReport, PublishedDigests, RunDigests, SyncReport, decode, open_reply
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
     from weight_sync.plan.agreement import SharedPlan
     from weight_sync.plan.types import PullPlan
-
-
-async def compare_with_learners(
-    opener: EpochOpener, plan: SharedPlan, members: Sequence[Member], *, version: int, timeout_s: float
-) -> None:
-    """
-    Raises:
-        DigestMismatch: names replica, worker and parameters that differ.
-        WeightSyncError: a worker holds another version.
-    """
-    answers = await opener.on_publishers("ws_digests", version, timeout_s, timeout_s=timeout_s + deadlines.ANSWER_S)
-    packed = {d.rank: d.by_worker for d in (decode(answer, PublishedDigests) for answer in answers)}
-    for member in members:
-        replies = await member.handle.call("ws_digests", timeout_s=timeout_s)
-        for worker, reply in enumerate(replies):
-            party = f"{member.name}/{worker}"
-            live = open_reply(reply, RunDigests, party=party)
-            if live.version != version:
-                raise WeightSyncError(f"{party} holds version {live.version}, not {version}; sync before the test")
-            wrong = _differing_params(plan.pull(worker), live, packed)
-            if wrong:
-                raise DigestMismatch(f"{party} differs from the learner in {', '.join(wrong)} at version {version}")
 
 
 def _differing_params(plan: PullPlan, live: RunDigests, packed: dict[int, dict[int, tuple[int, ...]]]) -> list[str]:
@@ -76,23 +54,21 @@ def _differing_params(plan: PullPlan, live: RunDigests, packed: dict[int, dict[i
 
 
 def sync_report(
-    version: int,
+    pin: VersionPin,
     by_replica: Mapping[str, ReplicaSync],
     *,
     packs: Sequence[PackReport],
-    pin: VersionPin,
     members: Collection[Member],
     started: float,
-    pinned: float,
     ended: float,
 ) -> SyncReport:
     """
     Args:
-        by_replica: of the replicas that got the version, at least one.
-        packs: of the learner ranks.
         pin: of the version.
+        by_replica: of the replicas that got it, at least one.
+        packs: of the learner ranks.
         members: all replicas, as they are after the sync.
-        started, pinned, ended: when it began, could be read, and ended, on the coordinator's clock.
+        started, ended: on the coordinator's clock.
     """
     synced = by_replica.values()
     pulls = [report for result in synced for report in result.reports]
@@ -102,10 +78,10 @@ def sync_report(
     for report in (*packs, *pulls):
         counters.update(report.counters)
     return SyncReport(
-        version=version,
+        version=pin.version,
         pack_s=max(report.pack_s for report in packs),
         seal_s=pin.seal_s,
-        pin_s=pinned - started,
+        pin_s=0.0 if pin.pinned_at is None else min(pin.pinned_at, ended) - started,
         pull_s=max(report.pull_s for report in pulls),
         pull_by_source={rank: max(report.pull_by_source.get(rank, 0.0) for report in pulls) for rank in sorted(ranks)},
         pull_bytes_per_s=min(((r.nbytes - r.skipped_bytes) / r.pull_s for r in pulls if r.pull_s > 0), default=0.0),
@@ -120,26 +96,11 @@ def sync_report(
         num_runs=sum(report.num_runs for report in pulls),
         num_stalls=sum(report.num_stalls for report in pulls),
         num_retries=sum(result.num_retries for result in synced),
-        version_lag=version - min(lived, default=version),
+        version_lag=pin.version - min(lived, default=pin.version),
         replicas_live=len(synced),
         replicas_skipped=len(members) - len(synced),
         counters=dict(sorted(counters.items())),
-        replicas={name: replica_times(result, started=started) for name, result in by_replica.items()},
-    )
-
-
-def replica_times(result: ReplicaSync, *, started: float) -> ReplicaTimes:
-    """`started`: when the sync began, on the coordinator's clock. A pull in place begins with the pause."""
-    live_at_s = result.live_at - started
-    pull_at_s = result.asked_at - started if result.is_staged else live_at_s - result.pause_s
-    return ReplicaTimes(
-        is_staged=result.is_staged,
-        pull_at_s=pull_at_s,
-        pull_s=max(report.pull_s for report in result.reports),
-        attest_s=max(report.attest_s for report in result.reports),
-        live_at_s=live_at_s,
-        drain_s=result.drain_s,
-        pause_s=result.pause_s,
+        replicas={name: result.times(started) for name, result in by_replica.items()},
     )
 
 
@@ -296,9 +257,8 @@ class SyncCoordinator:
                 raise result  # it generates from older weights than the others, until it gets the newer version
         if not synced:
             raise next(result for result in results if isinstance(result, BaseException))
-        now, everyone = self._clock(), self._members.values()
-        times = {"started": started, "pinned": min(started if pin.pinned_at is None else pin.pinned_at, now)}
-        return sync_report(version, synced, packs=packs, pin=pin, members=everyone, **times, ended=now)
+        everyone = self._members.values()
+        return sync_report(pin, synced, packs=packs, members=everyone, started=started, ended=self._clock())
 
     @asynccontextmanager
     async def _somebody_free(self) -> AsyncIterator[list[Member]]:
@@ -475,11 +435,24 @@ class SyncCoordinator:
         plan = self._opened().plan
         if not self._published:
             raise WeightSyncError("nothing was published yet; publish and sync a version first")
-        live = self._live()
         timeout_s, pin = self._options.timeout_s, self._pin_of(max(self._published))
+        live, version = self._live(), pin.version
         await pin.hold("self-test", timeout_s)
         try:
-            await compare_with_learners(self._opener, plan, live, version=pin.version, timeout_s=timeout_s)
+            answering_s = timeout_s + deadlines.ANSWER_S
+            answers = await self._opener.on_publishers("ws_digests", version, timeout_s, timeout_s=answering_s)
+            packed = {d.rank: d.by_worker for d in (decode(answer, PublishedDigests) for answer in answers)}
+            for member in live:
+                for worker, reply in enumerate(await member.handle.call("ws_digests", timeout_s=timeout_s)):
+                    party = f"{member.name}/{worker}"
+                    held = open_reply(reply, RunDigests, party=party)
+                    if held.version != version:
+                        raise WeightSyncError(
+                            f"{party} holds version {held.version}, not {version}; sync before the test"
+                        )
+                    if wrong := _differing_params(plan.pull(worker), held, packed):
+                        names = ", ".join(wrong)
+                        raise DigestMismatch(f"{party} differs from the learner in {names} at version {version}")
         finally:
             pin.release("self-test")
 

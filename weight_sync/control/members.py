@@ -20,6 +20,7 @@ from weight_sync.messages import (
     PrefetchRequest,
     PullReport,
     ReceiverInfo,
+    ReplicaTimes,
     SlotAt,
     Unpin,
     open_reply,
@@ -211,6 +212,19 @@ class ReplicaSync(msgspec.Struct, kw_only=True):
     live_at: float
     """When it went on with it, on the same clock."""
     num_retries: int
+
+    def times(self, started: float) -> ReplicaTimes:
+        """Since the sync began, at `started` on the coordinator's clock. A pull in place begins with the pause."""
+        live_at_s = self.live_at - started
+        return ReplicaTimes(
+            is_staged=self.is_staged,
+            pull_at_s=self.asked_at - started if self.is_staged else live_at_s - self.pause_s,
+            pull_s=max(report.pull_s for report in self.reports),
+            attest_s=max(report.attest_s for report in self.reports),
+            live_at_s=live_at_s,
+            drain_s=self.drain_s,
+            pause_s=self.pause_s,
+        )
 
 
 class Member:

@@ -92,7 +92,7 @@ class SlotTable:
         """
         deadline = self._clock() + deadline_s
         with self._changed:
-            while (index := self._try_begin(version)) is None:
+            while (index := self.try_begin(version)) is None:
                 left_s = deadline - self._clock()
                 if left_s <= 0:
                     raise PullTimeout(
@@ -106,7 +106,19 @@ class SlotTable:
     def try_begin(self, version: int) -> int | None:
         """As `begin`; None instead of waiting."""
         with self._changed:
-            return self._try_begin(version)
+            self._expire()
+            held = [slot.version for slot in self.slots if slot.version is not None]
+            if held and version <= max(held):
+                raise ValueError(f"version must be > {max(held)} (the newest published), got {version}")
+            by_age = sorted(self.slots, key=lambda slot: -1 if slot.version is None else slot.version)
+            slot = next((slot for slot in by_age if (slot.state, "begin") in TRANSITIONS), None)
+            if slot is None:
+                return None
+            self.num_superseded += slot.state is SlotState.SEALED
+            slot.apply("begin")
+            slot.generation += 1
+            slot.version = version
+            return slot.index
 
     def seal(self, index: int, *, digests: tuple[int, ...] = (), seal_s: float = 0.0) -> None:
         """The slot can be read. Answers the pins that wait for its version."""
@@ -180,21 +192,6 @@ class SlotTable:
 
     def counters(self) -> dict[str, int]:
         return {"pins_expired": self.num_expired, "versions_superseded": self.num_superseded}
-
-    def _try_begin(self, version: int) -> int | None:
-        self._expire()
-        held = [slot.version for slot in self.slots if slot.version is not None]
-        if held and version <= max(held):
-            raise ValueError(f"version must be > {max(held)} (the newest published), got {version}")
-        by_age = sorted(self.slots, key=lambda slot: -1 if slot.version is None else slot.version)
-        slot = next((slot for slot in by_age if (slot.state, "begin") in TRANSITIONS), None)
-        if slot is None:
-            return None
-        self.num_superseded += slot.state is SlotState.SEALED
-        slot.apply("begin")
-        slot.generation += 1
-        slot.version = version
-        return slot.index
 
     def _pin(self, slot: Slot, ttl_s: float) -> Pinned:
         slot.apply("pin")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from weight_sync.errors import PlanMismatch
+from weight_sync.lazy_tensor import storage_of
 from weight_sync.plan.geometry import dense_runs, extent, merge_spans, spans_of_runs
 from weight_sync.plan.types import EngineParam
 
@@ -67,7 +68,7 @@ class EngineMemory:
         self, model: torch.nn.Module, *, without_memory: Container[str] = (), without_checkpoint: Container[str] = ()
     ) -> None:
         self._order = _blocks_of(model, without_memory, without_checkpoint)
-        self._by_storage = {_storage_of(b.tensor): b for b in self._order if b.tensor.device.type == "meta"}
+        self._by_storage = {storage_of(b.tensor): b for b in self._order if b.tensor.device.type == "meta"}
         held = [b for b in self._order if b.last > b.first and b.tensor.device.type != "meta"]
         self._sorted = sorted(held, key=lambda b: b.first)
         for left, right in zip(self._sorted, self._sorted[1:], strict=False):
@@ -113,7 +114,7 @@ class EngineMemory:
         if view.numel() == 0:
             return None
         if view.device.type == "meta":
-            return self._by_storage.get(_storage_of(view))
+            return self._by_storage.get(storage_of(view))
         address = view.data_ptr()
         at = bisect_right(self._starts, address) - 1
         return None if at < 0 or address >= self._sorted[at].last else self._sorted[at]
@@ -139,10 +140,6 @@ class EngineMemory:
             for b in self._order
             if b.is_param or b.name in written
         )
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _blocks_of(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import socket
 import threading
 import time
 from collections import deque
@@ -178,21 +177,6 @@ def require_reachable(host: str) -> str:
     return host
 
 
-def own_address(peer: str) -> str:
-    """The address of this host from which the kernel would reach `peer`. Sends nothing.
-
-    Raises:
-        TransportUnusable: there is no route.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise TransportUnusable(f"no route to the publisher at {peer!r}: {error}") from error
-
-
 class ReceiveBuffer:
     """Where messages arrive: in the pieces themselves, or in host memory next to them and from there by a copy."""
 
@@ -259,9 +243,9 @@ class PairReceiver(SourceReader):
     """Reads one publisher's slots by asking it to send. One pull at a time."""
 
     def __init__(
-        self, backend: Backend, arena: ArenaHandle, line: Line, *, host: str | None = None, timing: Timing | None = None
+        self, backend: Backend, arena: ArenaHandle, line: Line, *, host: str, timing: Timing | None = None
     ) -> None:
-        """`host` is this process's address as the publisher reaches it; None takes the one that leads there.
+        """`host` is this process's address as the publisher reaches it.
 
         Raises:
             TransportUnusable: the backend has no such library, or the publisher is on this very device.
@@ -276,7 +260,7 @@ class PairReceiver(SourceReader):
             )
         self._arena = arena
         self._line = line
-        self._host = host if host is None else require_reachable(host)
+        self._host = require_reachable(host)
         self._timing = Timing() if timing is None else timing
         self._backend = CpuBackend() if arena.transport == HOST else backend
         self._buffer = ReceiveBuffer(backend, staged=arena.transport == HOST and backend.name != "cpu")
@@ -370,8 +354,7 @@ class PairReceiver(SourceReader):
         return bool(met.entries)
 
     def _build(self, replica: ReplicatedStore) -> PairGroup:
-        host = own_address(self._arena.host) if self._host is None else self._host
-        return self._backend.connect_pair(replica.store, rank=1, timeout_s=self._timing.connect_s, host=host)
+        return self._backend.connect_pair(replica.store, rank=1, timeout_s=self._timing.connect_s, host=self._host)
 
     def _receive(
         self, connection: Connection, slot: int, messages: Sequence[Message], check: Check, on_arrived: OnArrived

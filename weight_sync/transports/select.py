@@ -46,7 +46,7 @@ def usable(handles: Sequence[ArenaHandle], *, same_node: bool) -> tuple[ArenaHan
 
 
 def open_reader(
-    backend: Backend, handle: ArenaHandle, *, line: Line, host: str | None, timing: Timing | None = None
+    backend: Backend, handle: ArenaHandle, *, line: Line, host: str, timing: Timing | None = None
 ) -> SourceReader:
     """
     Raises:
@@ -81,7 +81,7 @@ class SelectedReader(SourceReader):
         *,
         line: Line,
         same_node: bool,
-        host: str | None,
+        host: str,
         node: NodeTransport,
         probe: Callable[[SourceReader, Check], None],
         clock: Callable[[], float] = time.monotonic,

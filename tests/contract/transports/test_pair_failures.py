@@ -33,7 +33,7 @@ from tests.fakes.relay_process import nothing
 from weight_sync.errors import PublisherLost, PullTimeout, TransportUnusable, WeightSyncError
 from weight_sync.messages import encode
 from weight_sync.transports.base import Piece
-from weight_sync.transports.pair import PairReceiver, own_address
+from weight_sync.transports.pair import PairReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -206,7 +206,6 @@ def test_bytes_travel_between_the_addresses_that_the_ends_were_given() -> None:
     connections = psutil.Process().net_connections("tcp4")
     assert "127.0.0.3" in {connection.laddr[0] for connection in connections if not connection.raddr}
     assert "127.0.0.2" in {connection.raddr[0] for connection in connections if connection.raddr}
-    assert own_address("127.0.0.2").startswith("127.")
     assert KEYS.secret not in encode(remote.handle)
     end.close()
     local.close()

@@ -137,7 +137,7 @@ def test_a_library_that_the_device_lacks_is_refused_when_the_epoch_opens() -> No
         SlotExporter(("nccl",), CpuBackend(), slot_bytes=8, num_slots=1, host="127.0.0.1")
     arena = ArenaHandle(transport="nccl", handle=None, slot_bytes=8, slot_stride=4096, num_slots=1, host="127.0.0.1")
     with pytest.raises(TransportUnusable, match=r"backend cpu .* has no nccl"):
-        PairReceiver(CpuBackend(), arena, line=None)  # type: ignore[arg-type]
+        PairReceiver(CpuBackend(), arena, line=None, host="127.0.0.1")  # type: ignore[arg-type]
 
 
 def test_a_wildcard_is_no_address_to_be_reached_at() -> None:

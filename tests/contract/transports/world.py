@@ -181,7 +181,7 @@ class Local:
 
     def open(self, arena: ArenaHandle, address: PeerAddress) -> SourceReader:
         if self.kind.is_pair:
-            end = PairReceiver(self.backend, arena, self.line(address), timing=self.kind.timing)
+            end = PairReceiver(self.backend, arena, self.line(address), host=self.kind.host, timing=self.kind.timing)
         else:
             end = MappedReader(self.backend, arena)
         self._ends.append(end)
