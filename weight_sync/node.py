@@ -42,17 +42,6 @@ def reachable_host(preferred: str | None = None) -> str:
     return next((host for host in found if host is not None), _LOOPBACK)
 
 
-def endpoint(host: str, port: int) -> str:
-    """`host` and `port` as ZMQ and torch write them: `tcp://10.0.0.7:5000`, `tcp://[fd00::2]:5000`.
-
-    Raises:
-        ValueError: the port is out of range.
-    """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"port must be in [0, 65535], got {port}; 0 lets the system choose")
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
 def node_id() -> str:
     """Equal in two processes exactly if they can map each other's memory, host memory and devices alike. 16 hex digits.
 

@@ -7,10 +7,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-import zmq
 
 from weight_sync import node as addresses
-from weight_sync.node import HOST_VARIABLE, NODE_VARIABLE, endpoint, node_id, reachable_host
+from weight_sync.node import HOST_VARIABLE, NODE_VARIABLE, node_id, reachable_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,26 +125,6 @@ def test_what_is_found_here_can_be_listened_on() -> None:
         server.listen()
         with socket.create_connection((host, server.getsockname()[1]), timeout=5):
             pass
-
-
-@pytest.mark.parametrize("host", ["127.0.0.2", pytest.param("::1", marks=needs_ipv6)])
-def test_two_sockets_meet_at_an_endpoint(host: str) -> None:
-    with zmq.Context() as context, context.socket(zmq.PULL) as server, context.socket(zmq.PUSH) as client:
-        for each in (server, client):
-            each.setsockopt(zmq.IPV6, int(":" in host))
-            each.setsockopt(zmq.LINGER, 0)
-        port = server.bind_to_random_port(endpoint(host, 0).rpartition(":")[0])
-        client.connect(endpoint(host, port))
-        client.send(b"x")
-        assert server.poll(5000)
-        assert server.recv() == b"x"
-
-
-def test_endpoints_of_ipv6_have_brackets() -> None:
-    assert endpoint("10.0.0.7", 5000) == "tcp://10.0.0.7:5000"
-    assert endpoint("fd00::2", 5000) == "tcp://[fd00::2]:5000"
-    with pytest.raises(ValueError, match="70000"):
-        endpoint("10.0.0.7", 70000)
 
 
 def node_id_elsewhere(**env: str) -> str:
