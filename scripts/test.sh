@@ -26,7 +26,6 @@ back_folders=(tests/unit --ignore=tests/unit/weight_sync tests/golden tests/hous
 # an engine inside of the process changes.
 process_folders=()
 for stage in e2e integration; do if is_chosen $stage; then process_folders+=("tests/$stage"); fi; done
-full_folders=(tests/full tests/integration tests/simulation tests/golden) # where tests are marked `full`
 
 scratch=$(mktemp -d) || exit 1
 export TANDEM_TEST_CACHE=$scratch/cache # the tiny model is made once for all
@@ -51,7 +50,7 @@ front_lane() {
   if [ ${#process_folders[@]} -gt 0 ]; then
     run front "${process_folders[*]}" pytest -q -m "timing and not gpu and not full" "${process_folders[@]}"
   fi
-  if is_chosen full; then run front full pytest -q -m "full and timing and not gpu" "${full_folders[@]}"; fi
+  if is_chosen full; then run front full pytest -q -m "full and timing and not gpu" tests; fi
   end_lane front
 }
 back_lane() {
@@ -63,7 +62,7 @@ back_lane() {
   if [ ${#process_folders[@]} -gt 0 ]; then
     run back "${process_folders[*]}" "${pytest[@]}" -m "not timing and not gpu and not full" "${process_folders[@]}"
   fi
-  if is_chosen full; then run back full "${pytest[@]}" -m "full and not timing and not gpu" "${full_folders[@]}"; fi
+  if is_chosen full; then run back full "${pytest[@]}" -m "full and not timing and not gpu" tests; fi
   end_lane back
 }
 end_lane() { # LANE

@@ -12,7 +12,6 @@ from tests.golden.batches import BATCHES
 from tests.golden.runs import RUNS
 from tests.golden.steps import RANKS, STEPS
 from tests.golden.sync_faces import SYNC_FACES
-from tests.golden.sync_kills import SYNC_KILLS
 from tests.golden.sync_plans import SYNC_PLANS
 from tests.golden.sync_states import SYNC_STATES
 from tests.golden.tools import TOOLS
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-SYNC = (SYNC_FACES, SYNC_PLANS, SYNC_STATES, SYNC_KILLS)
+SYNC = (SYNC_FACES, SYNC_PLANS, SYNC_STATES)
 PARTS = {part.name: part for part in (ARGV, BATCHES, STEPS, RANKS, RUNS, WORLDS, AGENTS, TOOLS, *SYNC)}
 
 

@@ -10,30 +10,25 @@ import asyncio
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
 import weight_sync
 from tests.fakes.derived_engine import DerivedEngine, ToyReloader, checkpoint_params
-from tests.fakes.forks import PARTIES, RANKS, forks
+from tests.fakes.forks import RANKS, forks
 from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
 from tests.fakes.trainer_process import ROOT
 from tests.fakes.virtual_time import run_virtual
-from tests.fakes.weight_job import CoordinatorProcess, LearnerProcess, Patience, WeightJob
 from tests.golden.clocks import logged
 from tests.golden.sync_engines import PACKED, Saved
-from weight_sync import deadlines, errors
+from weight_sync import errors
 from weight_sync.bench.__main__ import parser as bench_parser
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.select import get_backend
@@ -720,158 +715,3 @@ def _types(value: Any) -> Any:
     if isinstance(value, list):
         return [*dict.fromkeys(json.dumps(_types(entry)) for entry in value)]
     return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
-
-
-# Parties that die
-
-TIMEOUT_S, OPEN_S = 1.5, 3.0
-STATES = {"granted": "pinned"}
-"""Golden name of a state of the protocol -> its name in the traps, where they differ."""
-FAILURES = (errors.WeightSyncError, TimeoutError, ConnectionError)
-
-
-def lost(victim: str, state: str, how: str, *, commit: str = "staged", transport: str = "auto") -> dict[str, Any]:
-    """Two learners and two replicas generate from version 1 and are brought to 2 when a party is killed or stopped.
-
-    Returns:
-        What every replica generates from then: "old", "new" or "dirty and paused"; "whole" is old or new, where chance
-        decides. Then who holds the next version, with everybody who is there.
-    """
-    number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
-    _start_fork_server()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deadlines, "ANSWER_S", 0.3)
-        patch.setattr(deadlines, "PING_S", 0.1)
-        patch.setattr(deadlines, "WATCH_AFTER_S", 0.1)
-        return asyncio.run(_World(commit, transport).lose(victim, STATES.get(state, state), number))
-
-
-@cache
-def _start_fork_server() -> None:
-    """What it imports would count as the time of the first parties."""
-    process = forks(*PARTIES).Process(target=int)
-    process.start()
-    process.join(120)
-
-
-class _World(WeightJob):
-    def __init__(self, commit: str, transport: str) -> None:
-        super().__init__(commit=commit, transport=transport, patience=Patience())
-
-    async def lose(self, victim: str, state: Any, number: int) -> dict[str, Any]:
-        try:
-            outcome = await {"learner": self._learner, "replica": self._replica, "coordinator": self._driver}[victim](
-                state, number
-            )
-            return {**outcome, "afterwards": await self._afterwards()}
-        finally:
-            await self.close()
-
-    async def _learner(self, state: Any, number: int) -> dict[str, Any]:
-        learner = self.learners[1]
-        if state == "opened":
-            learner.arm(state, number)
-            outcome = {"open": await self._failure(self.coordinator.open(), OPEN_S)}
-        else:
-            await self._begin()
-            self.train(2)
-            if state in ("packing", "sealed"):
-                learner.arm(state, number)
-                outcome = {"publish": await self._failure(self.coordinator.publish(2), TIMEOUT_S)}
-                outcome |= {"r0": self._seen(0), "r1": self._seen(1)}
-            else:
-                await self.coordinator.publish(2)
-                self.replicas[0].arm(state, number, target=learner)
-                # Whether the sync succeeds, and with what the other replica goes on, is a matter of chance.
-                is_late = "too late" in await self._failure(self.coordinator.sync(2), TIMEOUT_S)
-                outcome = {"sync": "ends too late" if is_late else "ends in time"}
-                outcome |= {"r0": self._seen(0), "r1": self._seen(1, is_certain=False)}
-        learner.await_loss()
-        self._revive(learner, number)
-        return outcome
-
-    async def _replica(self, state: Any, number: int) -> dict[str, Any]:
-        replica = self.replicas[0]
-        if state == "opened":
-            replica.arm(state, number)
-            outcome = {"open": await self._failure(self.coordinator.open(), OPEN_S)}
-        else:
-            await self._begin()
-            await self.publish(2)
-            replica.arm(state, number)
-            outcome = {"sync": await self._failure(self.coordinator.sync(2), TIMEOUT_S)}
-            states = self.coordinator.members.items()
-            outcome |= {"r1": self._seen(1), "left": [name for name, state in states if state == "live"]}
-        replica.await_loss()
-        if number == signal.SIGSTOP:
-            replica.signal(signal.SIGCONT)
-        else:
-            self.replicas = self.replicas[1:]
-            self.others.append(replica)
-        return outcome
-
-    async def _driver(self, state: Any, number: int) -> dict[str, Any]:
-        process = CoordinatorProcess(self.learners, self.replicas, self.options)
-        self.others.append(process)
-        if state == "opened":
-            self.learners[0].arm(state, number, target=process)
-            process.tell("call", "open")
-        else:
-            process.call("open")
-            self.train(1)
-            process.call("publish", 1)
-            process.call("sync", 1)
-            self.train(2)
-            is_pulled = state not in ("packing", "sealed")
-            if is_pulled:
-                process.call("publish", 2)
-            (self.replicas[0] if is_pulled else self.learners[0]).arm(state, number, target=process)
-            process.tell("call", "sync" if is_pulled else "publish", 2)
-        process.await_loss()
-        outcome = {f"r{i}": self._seen(i, is_certain=False, waits=True) for i in (0, 1)} if state != "opened" else {}
-        if number == signal.SIGSTOP:
-            process.wake()
-            process.told(timeout_s=20.0)
-            outcome["goes on"] = process.ask("see_members")
-            process.call("close")
-        return outcome
-
-    async def _begin(self) -> None:
-        await self.coordinator.open()
-        await self.step(1)
-
-    async def _failure(self, call: Any, timeout_s: float) -> str:
-        """Of a call that has so long: "done" or "failed", in time."""
-        self.coordinator._options = msgspec.structs.replace(self.options, timeout_s=timeout_s)
-        started, result = time.monotonic(), "done"
-        try:
-            await call
-        except FAILURES:
-            result = "failed"
-        return result if time.monotonic() - started < 2 * timeout_s + 4.0 else f"{result}, too late"
-
-    def _seen(self, index: int, *, is_certain: bool = True, waits: bool = False) -> str:
-        until = time.monotonic() + (20.0 if waits else 0.0)
-        while (found := self.replicas[index].condition(1, 2)).is_paused and time.monotonic() < until:
-            time.sleep(0.005)
-        if found.is_paused:
-            return "dirty and paused" if found.is_dirty else "paused"
-        if found.weights is None or found.is_dirty:
-            return "a mixture"
-        return {1: "old", 2: "new"}[found.weights] if is_certain else "whole"
-
-    def _revive(self, learner: LearnerProcess, number: int) -> None:
-        if number == signal.SIGSTOP:
-            learner.wake()
-        else:
-            self.learners[learner.rank].close()
-            self.learners[learner.rank] = LearnerProcess(learner.rank, len(self.learners))
-
-    async def _afterwards(self) -> list[str]:
-        """With a new coordinator, one version later."""
-        await self.coordinator.close()
-        self.coordinator = self.new_coordinator(self.replicas)
-        await self.coordinator.open()
-        await self.step(3)
-        seen = {replica.name: replica.condition(3) for replica in self.replicas}
-        return [name for name, at in seen.items() if at.weights == 3 and not at.is_paused and not at.is_dirty]

@@ -30,16 +30,7 @@ def test_no_case_is_missing_in_the_record(name: str) -> None:
     assert list(part.recorded) == list(part.cases())
 
 
-FULL = ("sync_kills",)
-"""Parts that kill real processes: `tests/integration/test_weight_sync_failures.py` does so before every commit."""
-CASES = [
-    pytest.param(part.name, case, marks=pytest.mark.full if part.name in FULL else ())
-    for part in PARTS.values()
-    for case in part.inputs
-]
-
-
-@pytest.mark.parametrize(("name", "case"), CASES)
+@pytest.mark.parametrize(("name", "case"), [(part.name, case) for part in PARTS.values() for case in part.inputs])
 def test_a_case_ends_as_it_is_recorded(name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = PARTS[name]
     monkeypatch.chdir(tmp_path)

@@ -160,6 +160,7 @@ async def one_runs_and_one_waits(engine: VllmEngine, round_: int, prompt: np.nda
     return tasks
 
 
+@pytest.mark.full
 @ONE_LOOP
 async def test_a_request_that_waits_inside_during_a_commit_reads_no_cache_of_older_weights(narrow: VllmEngine) -> None:
     """Its first tokens are those of a request that comes after the commit, bit for bit, and not those of the old cache.
@@ -187,6 +188,7 @@ async def test_a_request_that_waits_inside_during_a_commit_reads_no_cache_of_old
     assert runs_until.tokens and not waits_until.tokens
 
 
+@pytest.mark.full
 @ONE_LOOP
 async def test_an_error_in_the_output_handler_of_vllm_is_the_death_of_the_engine(
     narrow: VllmEngine, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,9 @@ SLACK_S = 4.0
 """Of a busy machine; a party that ignores the deadline waits 15 s and more."""
 FAILURES = (WeightSyncError, TimeoutError, ConnectionError)
 
-SIGNALS = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+SIGNALS = pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)], ids=["killed", "stopped"]
+)
 PULLING: tuple[State, ...] = ("pinned", "pulling", "pulled", "attested")
 COMMITTING: tuple[State, ...] = (*PULLING, "committing")
 
@@ -328,8 +330,9 @@ def settled(replica: ReplicaProcess, *seeds: int) -> Condition:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("verify", [True, False], ids=["digests", "generations"])
-@pytest.mark.parametrize("state", ["pulling", "pulled"])
+@pytest.mark.parametrize(
+    ("state", "verify"), [("pulling", True), ("pulled", False)], ids=["pulling, digests", "pulled, generations"]
+)
 async def test_a_replica_that_slept_through_a_sync_in_a_commit_is_paused_and_joins_again(
     state: State, verify: bool
 ) -> None:

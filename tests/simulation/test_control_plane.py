@@ -173,9 +173,21 @@ WORLDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", WORLDS)
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_every_promise_holds_in_random_worlds(kind: str, data: Any) -> None:
+    play_a_world_of(kind, data)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", WORLDS)
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_every_promise_holds_in_many_random_worlds(kind: str, data: Any) -> None:
+    play_a_world_of(kind, data)
+
+
+def play_a_world_of(kind: str, data: Any) -> None:
     plan = data.draw(st.builds(Plan, **COMMON | WORLDS[kind]))
     if not plan.dynamic_sampling or plan.group_size > 1:  # else everything would be filtered
         check(play(plan))
@@ -361,7 +373,7 @@ def moved(run: Simulation) -> tuple[int, int]:
     return sum(one.migrated_requests for one in reports), sum(one.migrated_tokens for one in reports)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(plan=st.builds(Plan, **COMMON | MOVING))
 def test_a_request_moves_only_at_twice_its_length_and_its_moves_cost_at_most_twice_its_tokens(plan: Plan) -> None:
     """Where no replica is lost and no commit gives anything back, whatever is sent again has moved."""

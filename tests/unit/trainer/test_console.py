@@ -22,9 +22,7 @@ def foreign(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--version"], ["advise", "--help"], ["check", "--help"], ["export", "--help"], ["view", "--help"]]
-)
+@pytest.mark.parametrize("arguments", [["--version"], ["view", "--help"]])
 def test_no_file_of_the_working_directory_is_run_instead(foreign: Path, arguments: list[str]) -> None:
     script = Path(sys.executable).with_name("tandem")
     result = subprocess.run([script, *arguments], cwd=foreign, capture_output=True, text=True, timeout=60)

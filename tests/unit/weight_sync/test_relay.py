@@ -20,7 +20,7 @@ from weight_sync.receive.relay import Patience, stretches_of
 from weight_sync.transports import base
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -244,14 +244,16 @@ def bring(ring: dict[str, RelayProcess], version: int, *, pause_s: float = 0.002
         member.tell("bring", version)
 
 
+@pytest.mark.parametrize("tenths", [(1, 5, 9), pytest.param(range(1, 10), marks=pytest.mark.full)])
 @pytest.mark.parametrize("ring", [("nnnn", HASTY), ("wxyz", HASTY)], ids=["mapped", "sent"], indirect=True)
-def test_a_worker_killed_at_any_tenth_of_a_version_keeps_nobody_from_it(ring: dict[str, RelayProcess]) -> None:
+def test_a_worker_killed_at_any_tenth_of_a_version_keeps_nobody_from_it(
+    ring: dict[str, RelayProcess], tenths: Sequence[int]
+) -> None:
     bring(ring, 1)
     counts = [member.told(30.0)[:2] for member in ring.values()]
     assert [stalls for stalls, _ in counts] == [0] * 4
     assert sum(direct for _, direct in counts) == 2 * NUM_PIECES, "every source entered the ring once"
-    for tenth in range(1, 10):
-        version = 1 + tenth
+    for version, tenth in enumerate(tenths, start=2):
         bring(ring, version, dies_at=2 * NUM_PIECES * tenth // 10)
         ring["b"].await_loss()
         lost_at = time.monotonic()

@@ -13,6 +13,7 @@ import pytest
 
 from rollout.agent.runner import make_loop, run_episode
 from tests.fakes.chat_policy import END, ChatPolicy, by_turn
+from tests.fakes.process_life import is_running, wait_until
 from tests.unit.rollout.agent.test_trajectory import Scripted
 from trainer.builtin.tiny_model import build_tokenizer
 
@@ -109,5 +110,4 @@ async def test_the_documented_program_is_paid_and_ends_with_its_trajectory(
         episode = await playing
         assert (episode.turns()[-1].reward, episode.status) == (1.0, "completed")
     await loop.close()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=30.0)
-    assert [one.pid for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    await asyncio.to_thread(wait_until, lambda: not any(map(is_running, processes)), within_s=30.0, what="one runs on")

@@ -538,6 +538,7 @@ def what_timeouts_do(on_timeout: str, *, long_is_right: float) -> tuple[float, f
     return float(long_ones.mean()), float(pushes.mean())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("on_timeout", "share", "if_better", "if_equal"),
     [("no limit", 0.50, 0.066, 0.0), ("drop", 0.38, 0.060, 0.0), ("zero", 0.50, 0.014, -0.025)],

@@ -37,6 +37,7 @@ def test_rows_are_full_repeatable_and_of_the_lengths_that_were_asked_for() -> No
     assert not np.array_equal(batches[0].cu_seqlens, other[0].cu_seqlens)
 
 
+@pytest.mark.full
 def test_file_has_the_figures_of_two_ranks_and_a_profile_is_written(tmp_path: Path) -> None:
     file, profile = tmp_path / "found.json", tmp_path / "profile.txt"
     arguments = "--ranks 2 learner.lr=0.5 --micro-batches 2 --shortest 48 --longest 48 device.peak_tflops=1"
@@ -72,6 +73,7 @@ def test_wrong_command_line_ends_with_2(words: list[str], message: str, capsys: 
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_host_needs_neither_ray_nor_hydra() -> None:
     code = "import sys, trainer.tools.bench_learner; print({'ray', 'hydra', 'omegaconf', 'rich'} & {*sys.modules})"
     out = subprocess.run(
