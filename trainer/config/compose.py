@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import re
 from dataclasses import asdict, replace
 from operator import attrgetter
@@ -31,7 +32,7 @@ from trainer.config.schema import OTHER_WORDS, RunConfig, all_keys, find_key, wi
 from trainer.errors import ConfigurationError, Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from importlib.resources.abc import Traversable
 
     Check = Callable[[RunConfig], Iterable[Problem]]
@@ -184,9 +185,8 @@ def _compose(line: CommandLine) -> tuple[Mapping[str, object], DictConfig, list[
     problems = [problem for problem in found.values() if problem is not None]
     usable = [one for one in _overrides(line) if found[one.text] is None]
     try:
-        with _hydra(line.config_dir) as extra:
-            selected = [one.text for one in usable if one.key in options]
-            files = compose(config_name=line.config_name, overrides=[*selected, *extra])
+        selected = tuple(one.text for one in usable if one.key in options)
+        files = (_packaged if line.config_dir is None else _files)(line.config_name, selected, line.config_dir)
         if is_stored(raw):
             stored = cast("dict[str, object]", OmegaConf.to_container(files))
             files = OmegaConf.create(with_current_names(stored))
@@ -195,23 +195,30 @@ def _compose(line: CommandLine) -> tuple[Mapping[str, object], DictConfig, list[
             if one.key not in options:
                 _apply(one, composed)
         # Defaults below, so that `${learner.lr}` resolves whether or not a YAML file mentions it.
-        merged = OmegaConf.merge(OmegaConf.create(asdict(RunConfig())), composed)
+        merged = OmegaConf.merge(_defaults(), composed)
         data = OmegaConf.to_container(merged, resolve=True)
     except _CANNOT as error:
         raise ConfigurationError([*problems, _hydra_problem(line, error)]) from error
     return cast("Mapping[str, object]", data), files, problems
 
 
-@contextlib.contextmanager
-def _hydra(config_dir: Path | None) -> Generator[list[str]]:
-    """Hydra's search path; yields the overrides that belong to it. A folder of the user wins over the package."""
+def _files(name: str, selected: Sequence[str], config_dir: Path | None) -> DictConfig:
+    """What Hydra composes, with the options of groups. A folder of the user wins over the package."""
     GlobalHydra.instance().clear()
     if config_dir is None:
         with initialize_config_module(config_module=PACKAGE, version_base="1.3"):
-            yield []
-    else:
-        with initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
-            yield [f"hydra.searchpath=[pkg://{PACKAGE}]"]
+            return compose(config_name=name, overrides=[*selected])
+    with initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
+        return compose(config_name=name, overrides=[*selected, f"hydra.searchpath=[pkg://{PACKAGE}]"])
+
+
+_packaged = functools.cache(_files)
+"""The files of the package do not change while it runs. Nobody changes the result."""
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    return OmegaConf.create(asdict(RunConfig()))
 
 
 def _apply(override: _Override, config: DictConfig) -> None:
