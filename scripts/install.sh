@@ -65,11 +65,14 @@ esac
 say "installing Tandem ($extras)"
 pip_install "${indexes[@]}" -e ".[$extras]"
 say "compiling"
-.venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null || true # some packages bring templates that are no Python
+# Without the tests and the hundreds of models that libraries bring: Python compiles those that are used. Some packages
+# bring templates that are no Python.
+.venv/bin/python -m compileall -q -j 0 -x '/(tests?|testing|models)/' .venv/lib >/dev/null || true
 
 # vLLM asks for these. Builds that do not fit the CPU build of torch break `import transformers`; Tandem needs none.
-for package in torchvision torchaudio torchcodec; do
-  if pip show -q "$package" 2>/dev/null && ! .venv/bin/python -c "import $package" >/dev/null 2>&1; then
+for package in $(.venv/bin/python -c 'from importlib.util import find_spec
+print(*filter(find_spec, ("torchvision", "torchaudio", "torchcodec")))'); do
+  if ! .venv/bin/python -c "import $package" >/dev/null 2>&1; then
     say "removing $package, which does not import here"
     pip uninstall -q -y "$package"
   fi
