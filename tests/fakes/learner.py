@@ -165,9 +165,10 @@ def make_learner(cfg: RunConfig) -> PolicyTrainer:
     return PolicyTrainer(cfg, device=torch.device("cpu"), backend=get_backend("cpu"))
 
 
-def check_model(directory: Path) -> None:
+def check_model(directory: Path, **learner: Any) -> None:
     """As preflight does, of the model alone."""
-    check_packed(load_config(ModelConfig(), directory), directory, trust_remote_code=False)
+    cfg = run_config(directory, **learner)
+    check_packed(load_config(cfg.model, directory), directory, cfg)
 
 
 def logprobs(learner: PolicyTrainer, batch: MicroBatch) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Replicas (HSDP) and context parallelism on four real ranks (processes with gloo): whatever the layout, a step, its
-metrics and its checkpoint are those of one rank."""
+"""Replicas (HSDP), context and tensor parallelism on four real ranks (processes with gloo): whatever the layout, a
+step, its metrics and its checkpoint are those of one rank."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from tests.fakes.patience import PATIENT_TEST_S
 from tests.fakes.rewarded import all_weights, config, rewarded
 from trainer.config.algorithm import ClampConfig, CorrectionConfig, RejectConfig
 from trainer.learner.checkpoint import begin
+from weight_sync.plan.geometry import num_uncovered
+from weight_sync.publish.shards import local_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,11 +39,14 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.timeout(PATIENT_TEST_S), pytest.mark.usefixtures("one_rank")]
 
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "2 replicas of 2 shards": {"fsdp_size": 2},
     "4 replicas": {"fsdp_size": 1},
     "2 micro-batches of 2 ranks": {"context_parallel_size": 2},
     "one micro-batch, more ranks than key-value heads": {"context_parallel_size": 4, "fsdp_size": 2},
+    "2 shards of each half of the matrices": {"tensor_parallel_size": 2},
+    "2 replicas of two halves": {"tensor_parallel_size": 2, "fsdp_size": 2, "activation_checkpointing": True},
+    "halves, of which the cheap is recomputed": {"tensor_parallel_size": 2, "activation_checkpointing": "selective"},
 }
 IN_REWARD = {"coef": 0.3, "apply_to": "reward"}
 DECOUPLED = CorrectionConfig(
@@ -68,6 +73,9 @@ JOBS_OF = {
     "4 replicas": [RESUMED],
     "2 micro-batches of 2 ranks": [*JOBS],
     "one micro-batch, more ranks than key-value heads": ["gspo", RESUMED, "sliding window"],
+    "2 shards of each half of the matrices": [job for job in JOBS if job != "adapters"],
+    "2 replicas of two halves": [RESUMED, "sliding window"],
+    "halves, of which the cheap is recomputed": [RESUMED],
 }
 """Replicas change where gradients are added up, a context group what a rank computes."""
 CASES = [(layout, job) for layout, jobs in JOBS_OF.items() for job in jobs]
@@ -87,7 +95,7 @@ def _share(cfg: RunConfig, parts: list[MicroBatch]) -> list[MicroBatch]:
     groups = cfg.learner.num_batches
     if groups == dist.get_world_size() == 1:
         return [pack(parts)]
-    mine = parts[dist.get_rank() // cfg.learner.context_parallel_size :: groups]
+    mine = parts[dist.get_rank() // cfg.learner.ranks_per_batch :: groups]
     return [pack(mine[:1]), pack(mine[1:])]
 
 
@@ -118,6 +126,7 @@ def _work(directory: Path, job: str, layout: str = "") -> dict[str, Any]:
         "logprobs": logprobs(learner, pack(parts)),
         "metrics": _train(learner, cfg, 0, STEPS),
         "weights": all_weights(learner),
+        "published": _published(learner),
     }
     path = directory / f"{job} {layout}".replace(",", "") / f"step_{STEPS}.tmp"
     if dist.get_rank() == 0:
@@ -128,6 +137,12 @@ def _work(directory: Path, job: str, layout: str = "") -> dict[str, Any]:
         learner.export_hf(path.parent / "export")
     _train(learner, cfg, STEPS, 1)
     return found | {"path": path, "later": all_weights(learner)}
+
+
+def _published(learner: PolicyTrainer) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Boxes of this rank, and what is in them now."""
+    _, shards, tensors = local_shards(learner.model, rollout_dtype="float32")
+    return shards, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _continued(directory: Path, job: str, path: Path, layout: str = "") -> dict[str, torch.Tensor]:
@@ -215,7 +230,26 @@ def test_a_checkpoint_continues_on_another_layout_and_on_one_rank(
     _assert_close(_continued(directory, RESUMED, of_layout["path"]), of_layout["later"], rtol=1e-4)
 
 
-def test_an_export_has_the_weights_of_all_ranks(four: list[dict[str, Any]]) -> None:
-    found = four[0]["2 micro-batches of 2 ranks"]["sliding window"]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_published_boxes_hold_the_weights_and_leave_no_gap(layout: str, four: list[dict[str, Any]]) -> None:
+    job = JOBS_OF[layout][0]
+    boxes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for rank in four:
+        shards, tensors = rank[layout][job]["published"]
+        for shard in shards:
+            box = tuple(slice(start, start + size) for start, size in zip(shard.start, shard.size, strict=True))
+            assert tensors[shard.param].equal(rank[layout][job]["weights"][shard.param][box])
+            boxes.setdefault(shard.param, set()).add((shard.start, shard.size))
+    for name, found in boxes.items():
+        assert num_uncovered(tuple(four[0][layout][job]["weights"][name].shape), found) == 0
+    starts = {start for start, _ in boxes["model.layers.0.mlp.down_proj.weight"]}
+    columns = LAYOUTS[layout].get("tensor_parallel_size", 1)
+    assert len({column for _, column in starts}) == columns
+    assert len(starts) == LAYOUTS[layout].get("fsdp_size", 4)
+
+
+@pytest.mark.parametrize("layout", ["2 micro-batches of 2 ranks", "2 replicas of two halves"])
+def test_an_export_has_the_weights_of_all_ranks(layout: str, four: list[dict[str, Any]]) -> None:
+    found = four[0][layout]["sliding window"]
     model = AutoModelForCausalLM.from_pretrained(found["path"].parent / "export")
     assert all(found["weights"][name].equal(param) for name, param in model.named_parameters())

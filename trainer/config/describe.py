@@ -106,6 +106,8 @@ def describe_layout(learner: LearnerConfig) -> str:
         parts.append(f"{learner.num_ranks // learner.num_shards} replicas of {learner.num_shards} shard(s)")
     if learner.context_parallel_size > 1:
         parts.append(f"{learner.context_parallel_size} ranks per micro-batch")
+    if learner.tensor_parallel_size > 1:
+        parts.append(f"{learner.tensor_parallel_size} ranks per micro-batch and block (tensor parallel)")
     return f"{learner.num_ranks} ranks: {', '.join(parts)}" if parts else ""
 
 

@@ -64,6 +64,7 @@ _NAMES_OF_OTHERS = {
     "learner.fsdp_size": "dp_shard data_parallel_shard_degree",
     "learner.context_parallel_size": "ulysses_sequence_parallel_size sequence_parallel_size cp cp_size "
     "context_parallel_degree ring_attn_size",
+    "learner.tensor_parallel_size": "tensor_parallel_degree",
     "learner.num_ranks": "num_gpus n_gpus gpus n_gpus_per_node gpus_per_node",
     "algorithm.kl.coef": "beta init_kl_coef kl_loss_coef kl_ctl",
     "algorithm.clip_ratio_low": "epsilon eps_clip",

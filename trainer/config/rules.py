@@ -487,6 +487,7 @@ def _training(c: RunConfig) -> Iterator[Problem]:
         if learner.num_ranks % (getattr(learner, key) or 1):
             message = f"must divide learner.num_ranks={learner.num_ranks}"
             yield problem(c, f"learner.{key}", message, "change one of them", "learner.num_ranks")
+    yield from _tensor_parallel(c)
     groups, mini_batches = c.trainer.groups_per_step, learner.num_mini_batches
     if groups % mini_batches > 0:
         message = f"must divide trainer.groups_per_step={groups}: mini-batches have equally many whole groups"
@@ -496,8 +497,9 @@ def _training(c: RunConfig) -> Iterator[Problem]:
         of = "one step (trainer.groups_per_step x rollout.group_size)"
         if mini_batches > 1:
             of = "one mini-batch (trainer.groups_per_step x rollout.group_size / learner.num_mini_batches)"
-        size = learner.context_parallel_size
-        shared = f", times learner.context_parallel_size={size}" if size > 1 else ""
+        key = "tensor_parallel_size" if learner.tensor_parallel_size > 1 else "context_parallel_size"
+        size = learner.ranks_per_batch
+        shared = f", times learner.{key}={size}" if size > 1 else ""
         message = f"must be at most {samples * size}, the samples of {of}{shared}"
         hint = "a rank without samples does nothing"
         yield problem(c, "learner.num_ranks", message, hint, "trainer.groups_per_step", "rollout.group_size")
@@ -522,6 +524,25 @@ def _training(c: RunConfig) -> Iterator[Problem]:
         message = f"must be a multiple of checkpoint.every_steps={every}: no other step is saved"
         hint = f"for example {max(1, c.checkpoint.keep_every // every) * every}"
         yield problem(c, "checkpoint.keep_every", message, hint, "checkpoint.every_steps")
+
+
+def _tensor_parallel(c: RunConfig) -> Iterator[Problem]:
+    """Whether the models can be divided is known when they are read."""
+    learner, key = c.learner, "learner.tensor_parallel_size"
+    if learner.tensor_parallel_size == 1:
+        return
+    whole = "num_ranks" if learner.fsdp_size is None else "fsdp_size"
+    if (size := getattr(learner, whole)) % learner.tensor_parallel_size:
+        message = f"must divide learner.{whole}={size}, the ranks that hold the weights once"
+        yield problem(c, key, message, "change one of them", f"learner.{whole}")
+    for other, needed in {
+        "learner.context_parallel_size": 1, "model.lora.rank": 0, "learner.optimizer": "adamw",
+        "learner.master_dtype": "float32", "learner.cpu_offload": False, "learner.reference_cpu_offload": False,
+        "critic.cpu_offload": False,
+    }.items():  # fmt: skip
+        if attrgetter(other)(c) != needed:
+            hint = f"use {other}={str(needed).lower()}, or divide nothing: {key}=1 (FSDP2 alone)"
+            yield problem(c, other, f"must be {str(needed).lower()} with {key} above 1", hint, key)
 
 
 def _optimizer(c: RunConfig) -> Iterator[Problem]:

@@ -97,6 +97,10 @@ class LearnerConfig:
     context_parallel_size: PositiveInt = 1
     """Ranks that share every micro-batch, for long contexts: each has a slice of its tokens, in attention a slice of
     the heads (Ulysses). Must divide `num_ranks` and the attention heads of every model."""
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks that share every micro-batch and divide the matrices of each block, for models of which FSDP2 cannot gather
+    a block on one device. Must divide `fsdp_size` (or `num_ranks`) and the heads of every model.
+    [What it needs](learner_parallel.md)."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"] = "adamw"
@@ -178,12 +182,17 @@ class LearnerConfig:
     @property
     def rank_multiple(self) -> int:
         """The number of ranks must be a multiple of it."""
-        return math.lcm(1 if self.fsdp_size is None else self.fsdp_size, self.context_parallel_size)
+        return math.lcm(1 if self.fsdp_size is None else self.fsdp_size, self.ranks_per_batch)
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Neighbouring ranks that compute every micro-batch together."""
+        return self.context_parallel_size * self.tensor_parallel_size
 
     @property
     def num_batches(self) -> int:
         """Micro-batches that are computed at a time."""
-        return self.num_ranks // self.context_parallel_size
+        return self.num_ranks // self.ranks_per_batch
 
 
 @section

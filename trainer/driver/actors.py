@@ -96,9 +96,7 @@ async def create_actors(
         .remote(own, rank=rank, world_size=cfg.learner.num_ranks)
         for rank in range(cfg.learner.num_ranks)
     ]
-    learner = LearnerGroup(
-        ranks, timeout_s=cfg.learner.timeout_s, context_parallel_size=cfg.learner.context_parallel_size
-    )
+    learner = LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s, ranks_per_batch=cfg.learner.ranks_per_batch)
     replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
     if placement.is_paired and backend.visible_devices_var is not None:
         ids = await learner.device_ids()

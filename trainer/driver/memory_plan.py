@@ -336,7 +336,7 @@ def _estimate(name: str, nbytes: int, hint: str) -> MemoryItem:
 
 def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
     """While this model is trained."""
-    b, learner = DTYPE_BYTES[cfg.model.compute_dtype], cfg.learner
+    b, learner, shape = DTYPE_BYTES[cfg.model.compute_dtype], cfg.learner, _divided(cfg, shape)
     room = UNSHARDED_SHARE * device.total_bytes
     copied = shape.num_trained_params * (b < MASTER_BYTES)
     if cfg.learner.num_ranks == 1 and not cfg.learner.cpu_offload and copied * b <= room:
@@ -370,13 +370,28 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
 
 def _scoring(cfg: RunConfig, shape: ModelShape) -> Items:
     """While the reference computes: no gradient, and the activations of one block at most."""
-    b = DTYPE_BYTES[cfg.model.compute_dtype]
+    b, shape = DTYPE_BYTES[cfg.model.compute_dtype], _divided(cfg, shape)
     block = activation_bytes_per_block(shape, num_tokens=_tokens(cfg), compute_bytes=b)
     smaller = "algorithm.kl.reference_model: a smaller model"
     return (
         _estimate("unsharded weights, reference", _gathered_params(shape) * b, smaller),
         _estimate("activations, reference", block, FEWER_TOKENS),
         _estimate("logits of a chunk, reference", _logits_bytes(cfg, shape, is_trained=False), SMALLER_CHUNK),
+    )
+
+
+def _divided(cfg: RunConfig, shape: ModelShape) -> ModelShape:
+    """What one rank computes of a model, with tensor parallelism."""
+    size = cfg.learner.tensor_parallel_size
+    if size == 1:
+        return shape
+    return replace(
+        shape,
+        num_params=shape.num_root_params + -(-(shape.num_params - shape.num_root_params) // size),
+        num_block_params=-(-shape.num_block_params // size),
+        num_heads=-(-shape.num_heads // size),
+        num_kv_heads=-(-shape.num_kv_heads // size),
+        intermediate_size=-(-shape.intermediate_size // size),
     )
 
 
@@ -389,7 +404,7 @@ def _gathered_params(shape: ModelShape) -> int:
 def _logits_bytes(cfg: RunConfig, shape: ModelShape, *, is_trained: bool) -> int:
     """Of the output matrix, which is in the forward twice the float32 logits of a chunk, and in the backward those and
     their gradient in the compute dtype, beside the sum of the hidden states' gradient in float32."""
-    num_tokens = _tokens(cfg)
+    num_tokens = -(-_tokens(cfg) // cfg.learner.tensor_parallel_size)  # each rank has the logits of its part
     logits = 4 * shape.vocab_size * min(logits_chunk(shape.vocab_size, cfg.learner.logprob_chunk_size), num_tokens)
     if not is_trained:
         return 2 * logits

@@ -140,7 +140,7 @@ def _read_model(cfg: RunConfig, key: str, path: str) -> ModelInfo:
         config = load_config(cfg.model, directory)
         config.get_text_config()
         if directory.is_dir():
-            check_packed(config, directory, trust_remote_code=cfg.model.trust_remote_code)
+            check_packed(config, directory, cfg)
     except (ModelError, ValueError) as error:  # ValueError: several text models in one config
         is_elsewhere = not directory.is_dir() and isinstance(error.__cause__, OSError | ImportError)
         return ModelInfo(key=key, path=path, error=" ".join(str(error).split()), is_elsewhere=is_elsewhere)

@@ -108,7 +108,9 @@ def fit_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) -> Ite
     """What engine or learner would refuse only after the start: heads that cannot be split, and a context that is too
     short. `text` is the config of the text model that `key` names; engines have only the policy."""
     path = model_paths(config)[key]
+    undivided = "learner.tensor_parallel_size"
     parts = {"learner.context_parallel_size": config.learner.context_parallel_size}
+    parts[undivided] = config.learner.tensor_parallel_size
     if key == "model.path":
         parts["rollout.tensor_parallel_size"] = config.rollout.tensor_parallel_size
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
@@ -116,9 +118,12 @@ def fit_problems(config: RunConfig, text: Mapping[str, Any], *, key: str) -> Ite
         message = ""
         if isinstance(heads, int) and heads % num_parts:
             message = f"must divide the {heads} attention heads of {path}"
-        # Every part has equally many heads; one of keys and values may be in several.
-        elif isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % num_parts and num_parts % kv_heads:
-            message = f"must divide the {kv_heads} key-value heads of {path}, or be a multiple of them"
+        # Every part has equally many heads; one of keys and values may be in several, unless its matrix is divided.
+        elif isinstance(kv_heads, int) and kv_heads > 0 and kv_heads % num_parts:
+            if parallel_key == undivided:
+                message = f"must divide the {kv_heads} key-value heads of {path}"
+            elif num_parts % kv_heads:
+                message = f"must divide the {kv_heads} key-value heads of {path}, or be a multiple of them"
         if message:
             yield problem(config, parallel_key, message, "", key)
     context = text.get("max_position_embeddings")

@@ -8,16 +8,16 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 # They are public, but not declared.
 from torch.distributed import DistNetworkError, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from trainer.errors import LearnerError, ModelError
-from weight_sync.publish.shards import chunk_rows
+from trainer.errors import LearnerError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,6 +53,7 @@ def shard_model(
     *,
     float32_modules: Iterable[nn.Module] = (),
     mesh: DeviceMesh,
+    block_mesh: DeviceMesh,
     compute_dtype: torch.dtype,
     reshards_after_forward: bool,
     cpu_offload: bool,
@@ -64,6 +65,7 @@ def shard_model(
 
     Args:
         float32_modules: inside the root, computed in float32 whatever the compute dtype.
+        block_mesh: of the blocks; ranks of `mesh` that are not in it have other parts of them.
         reshards_after_forward: blocks are gathered again for the backward.
     """
     half = compute_dtype != torch.float32
@@ -73,7 +75,7 @@ def shard_model(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
     shard: Any = functools.partial(fully_shard, mesh=mesh, offload_policy=offload)
     for block in blocks:
-        shard(block, mp_policy=precision, reshard_after_forward=reshards_after_forward)
+        shard(block, mesh=block_mesh, mp_policy=precision, reshard_after_forward=reshards_after_forward)
     for module in float32_modules:
         shard(module)
     shard(root, mp_policy=precision)
@@ -204,11 +206,12 @@ def parameter_places(root: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.
 
 
 def sharded_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`local`, of the rows of this rank's shard of `param` (of any type and row), as a DTensor that shares its memory
-    (`DTensor.from_local` would copy host memory to the device); unchanged if `param` is no DTensor."""
+    """`local`, of the shape of this rank's shard of `param`, or of its rows (of any length), as a DTensor that shares
+    its memory (`DTensor.from_local` would copy host memory to the device); unchanged if `param` is no DTensor."""
     if not isinstance(param, DTensor):
         return local
-    shape = torch.Size((*param.shape[:1], *local.shape[1:]))
+    is_alike = local.shape == param.to_local().shape
+    shape = param.shape if is_alike else torch.Size((*param.shape[:1], *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(param.device_mesh, param.placements, TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
@@ -231,21 +234,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def num_replicas(tensor: Tensor) -> int:
-    """Ranks that hold the same shard of a DTensor as this one, this one included."""
+    """Ranks that hold the same shard of a DTensor as this one, this one included; also outside its mesh, as those of
+    a norm that tensor parallelism does not divide."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement == Replicate())
-
-
-def local_rows(tensor: Tensor, *, name: str) -> tuple[int, int]:
-    """(start, stop): this rank's rows of a DTensor, else all. Raises ModelError for a sharding other than by rows."""
-    num_rows = tensor.shape[0] if tensor.ndim else 1
-    if not isinstance(tensor, DTensor):
-        return 0, num_rows
-    dims = [dim for dim, placement in enumerate(tensor.placements) if placement != Replicate()]
-    if not dims:
-        return 0, num_rows
-    if len(dims) > 1 or tensor.placements[dims[0]] != Shard(0):
-        raise ModelError(f"{name} is sharded as {tensor.placements}; only rows (dimension 0) are supported")
-    return chunk_rows(num_rows, tensor.device_mesh.size(dims[0]), tensor.device_mesh.get_local_rank(dims[0]))
+    return dist.get_world_size() // math.prod(size for size, placement in sizes if placement != Replicate())

@@ -74,9 +74,9 @@ class LearnerGroup:
     only be closed, since ranks may hang in a collective until its deadline.
     """
 
-    def __init__(self, actors: Sequence[Any], *, timeout_s: float, context_parallel_size: int = 1) -> None:
+    def __init__(self, actors: Sequence[Any], *, timeout_s: float, ranks_per_batch: int = 1) -> None:
         """`actors[rank]` are handles from `learner_actor()`; `timeout_s` is the deadline of every call;
-        `context_parallel_size` neighbouring ranks share every micro-batch."""
+        `ranks_per_batch` neighbouring ranks share every micro-batch."""
         self.ranks = tuple(RankHandle(actor, rank=rank) for rank, actor in enumerate(actors))
         """For callers that talk to single ranks: weight sync needs no collective."""
         self.flops: ModelFlops | None = None
@@ -86,7 +86,7 @@ class LearnerGroup:
         self.shares_prefix = False
         """Whether its attention computes a shared prompt once, from `setup` on."""
         self._timeout_s = timeout_s
-        self._num_sharing = context_parallel_size
+        self._num_sharing = ranks_per_batch
         self._has_failed = False
 
     @property

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import ModelError
-from trainer.learner.fsdp import local_rows, local_tensor
-from weight_sync.publish.shards import local_shards
+from trainer.learner.fsdp import local_tensor
+from weight_sync.publish.shards import local_part, local_shards
 from weight_sync.vllm.lora import TensorTree, peft_name
 
 if TYPE_CHECKING:
@@ -134,11 +134,11 @@ def init_adapters(hf: nn.Module, *, seed: int) -> None:
     Every rank draws all of A, which is small, and keeps its rows, so the number of ranks does not matter.
     """
     for index, adapter in enumerate(adapters_of(hf)):
-        local = local_tensor(adapter.a.detach())
+        part = local_part(adapter.a)
         bound = 1.0 / math.sqrt(adapter.a.shape[1])
-        generator = torch.Generator(device=local.device).manual_seed(seed * 1_000_003 + index)
-        whole = torch.empty(adapter.a.shape, device=local.device).uniform_(-bound, bound, generator=generator)
-        local.copy_(whole[slice(*local_rows(adapter.a, name=adapter.module))])
+        generator = torch.Generator(device=part.tensor.device).manual_seed(seed * 1_000_003 + index)
+        whole = torch.empty(adapter.a.shape, device=part.tensor.device).uniform_(-bound, bound, generator=generator)
+        part.tensor.copy_(whole[part.box])
         local_tensor(adapter.b.detach()).zero_()
 
 

@@ -31,6 +31,7 @@ from trainer.learner.fsdp import (
 from trainer.learner.logprobs import Head, selected_logprobs
 from trainer.learner.lora import add_adapters, init_adapters
 from trainer.learner.packed_inputs import PackedInputs
+from trainer.learner.tensor_parallel import check_divisible, divide_blocks
 from trainer.learner.weights import (
     check_weights,
     checkpoint_files,
@@ -84,9 +85,10 @@ def load_config(model: ModelConfig, directory: Path) -> PreTrainedConfig:
     return config
 
 
-def check_packed(config: PreTrainedConfig, directory: Path, *, trust_remote_code: bool) -> None:
+def check_packed(config: PreTrainedConfig, directory: Path, cfg: RunConfig) -> None:
     """Build the model of a config without memory, and run it packed once: its shapes and its calls, no numbers. Raises
-    ModelError if it cannot be built, does more than we compute, or has a block without our attention function."""
+    ModelError if it cannot be built, does more than we compute, has a block without our attention function, or cannot
+    be divided by `learner.tensor_parallel_size`."""
     register_packed_attention()
     try:
         with torch.device("meta"):
@@ -94,7 +96,7 @@ def check_packed(config: PreTrainedConfig, directory: Path, *, trust_remote_code
                 copy.deepcopy(config),
                 dtype=torch.float32,
                 experts_implementation="batched_mm",  # others look at numbers
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=cfg.model.trust_remote_code,
             )
     except CONFIG_ERRORS as error:
         raise ModelError(
@@ -102,6 +104,8 @@ def check_packed(config: PreTrainedConfig, directory: Path, *, trust_remote_code
             "download it again"
         ) from error
     blocks = check_architecture(hf)
+    if cfg.learner.tensor_parallel_size > 1:
+        check_divisible(hf, blocks, cfg.learner)
     hf.set_attn_implementation(ATTENTION_NAME)  # only then, since a class that knows no other than its own breaks
     _run_once(hf, blocks)
 
@@ -331,7 +335,7 @@ def meta_model(path: str, cfg: RunConfig, *, dtype: str = "float32") -> MetaMode
     attention. Raises as `build_policy`."""
     source_dir = resolve_model_dir(path, key=next(key for key, named in model_paths(cfg).items() if named == path))
     config = load_config(cfg.model, source_dir)
-    check_packed(config, source_dir, trust_remote_code=cfg.model.trust_remote_code)
+    check_packed(config, source_dir, cfg)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(
             config,
@@ -356,16 +360,20 @@ def shard_and_load(
     is_trained = any(param.requires_grad for param in root.parameters())
     _prepare_blocks(hf, meta.blocks, cfg, device=context.device, is_trained=is_trained)
     heads = [module for module in root.modules() if isinstance(module, ValueHead)]
+    if context.tensor_mesh is not None:
+        divide_blocks(hf, meta.blocks, check_divisible(hf, meta.blocks, cfg.learner), context.tensor_mesh)
     room = UNSHARDED_SHARE * context.backend.memory_info()[1]
     copied = sum(p.numel() for p in hf.parameters() if p.dtype != compute_dtype)
     is_whole = context.mesh.size() == 1 and not cpu_offload and copied * compute_dtype.itemsize <= room
     if not is_whole:
-        root.stays_whole = is_trained and sum(p.numel() for p in hf.parameters()) * compute_dtype.itemsize <= room
+        num_params = sum(local_tensor(p).numel() for p in hf.parameters())
+        root.stays_whole = is_trained and num_params * compute_dtype.itemsize <= room
         shard_model(
             root,
             meta.blocks,
             float32_modules=heads,
             mesh=context.mesh,
+            block_mesh=context.block_mesh,
             compute_dtype=compute_dtype,
             reshards_after_forward=not root.stays_whole,
             cpu_offload=cpu_offload,
@@ -428,7 +436,7 @@ def fill_weights(meta: MetaModel, cfg: RunConfig, *, device: torch.device) -> No
             "asks for; finish the download, or give the directory of the whole model"
         )
     for part in own_parts(hf):
-        part.tensor.copy_(state[part.name][part.start : part.stop])
+        part.tensor.copy_(state[part.name][part.box])
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -148,8 +148,11 @@ class ShardedOptimizer:
     def grad_sq_sum(self) -> Tensor:
         """Sum of squares over this rank's shards, float32[], on the gradients' device; of a shard that several ranks
         hold their part of it, so that the sum over all ranks is that of the whole gradient."""
-        grads = [slot.grad for slot in self._slots if slot.grad is not None]
-        return get_total_norm(grads).square() / num_replicas(self._slots[0].param)
+        by_replicas: dict[int, list[Tensor]] = {}
+        for slot in self._slots:
+            if (grad := slot.grad) is not None:
+                by_replicas.setdefault(num_replicas(slot.param), []).append(grad)
+        return sum((get_total_norm(g).square() / n for n, g in by_replicas.items()), torch.zeros(()))
 
     @torch.no_grad()
     def step(self, *, lr: float, grad_norm: float) -> None:

@@ -39,14 +39,15 @@ class PackedInputs(NamedTuple):
     target_L: Tensor
     """int64: the loss token itself."""
     owner_L: np.ndarray | None = None
-    """int64, of all loss tokens of the row: the rank of the context group that has it, where this is a slice of it."""
+    """int64, of all loss tokens of the row: the rank of the group that has it, where ranks share the micro-batch."""
 
     @staticmethod
     def of(
         batch: MicroBatch, *, device: torch.device, layout: LayoutFn, group: ContextGroup | None = None
     ) -> PackedInputs:
-        """With a `group`, this rank's slice of the row and the loss tokens that are predicted in it. Raises
-        ValueError if a first token of a sequence carries loss: nothing predicts it."""
+        """With a `group`, this rank's slice of the row and the loss tokens that are predicted in it; with one for
+        tensor parallelism, the row and this rank's slice of the loss tokens. Raises ValueError if a first token of a
+        sequence carries loss: nothing predicts it."""
         cu_seqlens = batch.cu_seqlens
         lengths = np.diff(cu_seqlens)
         if len(lengths) == 0 or lengths.min() < 1 or cu_seqlens[0] != 0 or cu_seqlens[-1] != len(batch.token_ids):
@@ -63,7 +64,10 @@ class PackedInputs(NamedTuple):
             own, _ = own_places(rows)
             token_ids, positions, predict_pos = token_ids[own], positions[own], rows[predict_pos]
         owner_L = None
-        if group is not None:
+        if group is not None and group.is_tensor_parallel:
+            owner_L = np.arange(len(target)) * group.size // max(1, len(target))
+            predict_pos, target = predict_pos[owner_L == group.rank], target[owner_L == group.rank]
+        elif group is not None:
             num_tokens, part = len(token_ids), group.slice_of(len(token_ids))
             num_own = part.stop - part.start
             if padding := num_own * group.size - num_tokens:  # a sequence of its own
@@ -78,7 +82,7 @@ class PackedInputs(NamedTuple):
         return PackedInputs(
             token_ids_1T=to_device(token_ids.astype(np.int64), device).unsqueeze(0),
             position_ids_1T=to_device(positions, device).unsqueeze(0),
-            layout=packed if group is None else UlyssesLayout(packed, group),
+            layout=packed if group is None or group.is_tensor_parallel else UlyssesLayout(packed, group),
             predict_pos_L=to_device(predict_pos, device),
             target_L=to_device(target.astype(np.int64), device),
             owner_L=owner_L,

@@ -1,4 +1,5 @@
-"""How the ranks divide a model and a batch: replicas and shards of FSDP2, and slices of packed rows.
+"""How the ranks divide a model and a batch: replicas and shards of FSDP2, matrices of blocks (`tensor_parallel`), and
+slices of packed rows.
 
 Ulysses (Jacobs et al. 2023, arXiv:2309.14509) divides a packed row: rank r of a context group computes the r-th slice
 of its tokens. Around attention alone the group exchanges slices of tokens for slices of heads, so that every sequence
@@ -40,6 +41,8 @@ class ContextGroup(NamedTuple):
     rank: int
     """Of this process in it: it has the `rank`-th slice."""
     size: int
+    is_tensor_parallel: bool = False
+    """The blocks of each compute all tokens; only the loss tokens are divided."""
 
     def slice_of(self, num_tokens: int) -> slice:
         """Of a row of `num_tokens`, which is then padded to a multiple of `size`."""
@@ -66,10 +69,14 @@ class ParallelContext(NamedTuple):
 
     mesh: DeviceMesh
     """Of FSDP2: all ranks, or (replicas, shards)."""
+    block_mesh: DeviceMesh
+    """Of FSDP2 for blocks: with tensor parallelism the ranks that have the same part of their matrices."""
+    tensor_mesh: DeviceMesh | None
+    """The ranks that divide matrices; None without tensor parallelism."""
     device: torch.device
     backend: Backend
     group: ContextGroup | None
-    """None without context parallelism."""
+    """None if every rank has micro-batches of its own."""
 
 
 def parallel_context(cfg: LearnerConfig, *, device: torch.device, backend: Backend) -> ParallelContext:
@@ -79,25 +86,35 @@ def parallel_context(cfg: LearnerConfig, *, device: torch.device, backend: Backe
     gradients are summed over all.
     """
     kind, num_ranks = backend.torch_device, dist.get_world_size()
-    num_shards, size = min(cfg.num_shards, num_ranks), cfg.context_parallel_size
-    if num_shards == num_ranks:
-        mesh = init_device_mesh(kind, (num_ranks,), mesh_dim_names=("fsdp",))
+    num_shards, size, divided = min(cfg.num_shards, num_ranks), cfg.ranks_per_batch, cfg.tensor_parallel_size
+    has_replicas = num_shards < num_ranks
+    if has_replicas:
+        mesh = _mesh(kind, cfg, replica=num_ranks // num_shards, shard=num_shards)
     else:
-        grid = torch.arange(num_ranks).view(-1, num_shards)
-        groups = [_own_group(part.tolist(), cfg) for part in (grid.T, grid)]
-        mesh = DeviceMesh.from_group(groups, kind, grid, mesh_dim_names=("replica", "shard"))
+        mesh = init_device_mesh(kind, (num_ranks,), mesh_dim_names=("shard",))
     if size == 1:
-        return ParallelContext(mesh, device, backend, None)
-    group = _own_group(torch.arange(num_ranks).view(-1, size).tolist(), cfg)
-    return ParallelContext(mesh, device, backend, ContextGroup(group, dist.get_rank() % size, size))
+        return ParallelContext(mesh, mesh, None, device, backend, None)
+    place = dist.get_rank() % size
+    if divided == 1:
+        group = _mesh(kind, cfg, batch=num_ranks // size, context=size).get_group("context")
+        return ParallelContext(mesh, mesh, None, device, backend, ContextGroup(group, place, size))
+    grid = _mesh(kind, cfg, replica=num_ranks // num_shards, shard=num_shards // divided, tensor=divided)
+    block_mesh = grid["replica", "shard"] if has_replicas else grid["shard"]
+    group = ContextGroup(grid.get_group("tensor"), place, size, is_tensor_parallel=True)
+    return ParallelContext(mesh, block_mesh, grid["tensor"], device, backend, group)
 
 
-def _own_group(ranks: list[list[int]], cfg: LearnerConfig) -> ProcessGroup:
-    """That of these groups, which divide all ranks, to which this one belongs."""
-    # Not by init_device_mesh, whose groups wait for torch's 10 or 30 minutes whatever the deadline is.
-    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timedelta(seconds=cfg.timeout_s))
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+def _mesh(kind: str, cfg: LearnerConfig, **sizes: int) -> DeviceMesh:
+    """Of all ranks, by the names of its dimensions; neighbours differ in the last one."""
+    grid = torch.arange(dist.get_world_size()).view(*sizes.values())
+    groups: list[ProcessGroup] = []
+    for dim, size in enumerate(sizes.values()):
+        ranks = grid.movedim(dim, -1).reshape(-1, size).tolist()
+        # Not by init_device_mesh, whose groups wait for torch's 10 or 30 minutes whatever the deadline is.
+        own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timedelta(seconds=cfg.timeout_s))
+        assert isinstance(own, dist.ProcessGroup)
+        groups.append(own)
+    return DeviceMesh.from_group(groups, kind, grid, mesh_dim_names=tuple(sizes))
 
 
 class _GatherLossTokens(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""A model's files, and the rows of them that one rank loads."""
+"""A model's files, and the part of them that one rank loads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.errors import ModelError
-from trainer.learner.fsdp import local_rows, local_tensor
 from trainer.learner.lora import checkpoint_name, is_adapter
 from weight_sync.errors import PlanMismatch
-from weight_sync.publish.shards import checkpoint_views, persistent_buffers
+from weight_sync.publish.shards import checkpoint_views, local_part, persistent_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -147,29 +146,33 @@ def _download(name: str, *, key: str) -> Path:
     return local
 
 
-class LocalRows(NamedTuple):
+class OwnPart(NamedTuple):
     """The part of a parameter that this rank holds."""
 
     name: str
     shape: tuple[int, ...]
     """Of the whole parameter."""
-    start: int
-    stop: int
+    box: tuple[slice, ...]
+    """Of the whole, by dimension: its rows, and with tensor parallelism its columns."""
     tensor: torch.Tensor
-    """[stop - start, ...], shares memory with the model."""
+    """Shares memory with the model."""
+
+    @property
+    def first_row(self) -> int:
+        return self.box[0].start if self.box else 0
 
 
-def own_parts(model: nn.Module) -> Iterator[LocalRows]:
-    """This rank's rows of every parameter, then every persistent buffer, tied ones once; adapters are not among them.
-    Raises ModelError for a sharding other than by rows."""
+def own_parts(model: nn.Module) -> Iterator[OwnPart]:
+    """This rank's part of every parameter, then every persistent buffer, tied ones once; adapters are not among
+    them."""
     for name, param in (*model.named_parameters(), *persistent_buffers(model)):
         if not is_adapter(name):
-            start, stop = local_rows(param, name=name)
-            yield LocalRows(checkpoint_name(name), tuple(param.shape), start, stop, local_tensor(param).detach())
+            part = local_part(param)
+            yield OwnPart(checkpoint_name(name), tuple(param.shape), part.box, part.tensor)
 
 
 def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
-    """Copy this rank's rows out of the files, cast to the parameter's dtype. Of fused experts: its own experts. A
+    """Copy this rank's part out of the files, cast to the parameter's dtype. Of fused experts: its own experts. A
     warning names tensors that the model has no place for. Raises ModelError if a tensor has another shape, or a file is
     damaged.
 
@@ -199,25 +202,26 @@ def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
     return True
 
 
-def _read_into(part: LocalRows, view: SavedTensor, reader: safe_open, path: Path) -> None:
+def _read_into(part: OwnPart, view: SavedTensor, reader: safe_open, path: Path) -> None:
     source = reader.get_slice(view.name)
     if tuple(source.get_shape()) != view.shape:
         raise ModelError(
             f"{path}: {view.name} has shape {tuple(source.get_shape())}, the model's config.json asks for "
             f"{view.shape}; config and weights belong to different models"
         )
-    start, stop = view.held_rows(part.start, part.stop)
-    if start < stop:
+    target, box = view.view(part.tensor, start=part.first_row), part.box
+    if not view.is_whole:
+        box = (slice(*view.held_rows(box[0].start, box[0].stop)),)
+    if target.numel():
         # A scalar has no rows to slice.
-        values = source[start:stop] if view.shape else reader.get_tensor(view.name)
-        view.view(part.tensor, start=part.start).copy_(values)
+        target.copy_(source[box] if view.shape else reader.get_tensor(view.name))
 
 
 def init_weights(model: PreTrainedModel, *, seed: int, device: torch.device) -> None:
     """Fill the model from the seed: normal matrices, norms of one, biases of zero. Buffers stay unchanged.
 
-    Every rank draws the whole parameter, one at a time, and keeps its rows: the number of ranks does not matter.
-    `device` is the one that computes, wherever the rows are kept: generators of different devices differ.
+    Every rank draws the whole parameter, one at a time, and keeps its part: the number of ranks does not matter.
+    `device` is the one that computes, wherever the parts are kept: generators of different devices differ.
     """
     std = getattr(model.config.get_text_config(), "initializer_range", None)
     std = 0.02 if std is None else float(std)
@@ -230,4 +234,4 @@ def init_weights(model: PreTrainedModel, *, seed: int, device: torch.device) -> 
             continue
         generator = torch.Generator(device=device).manual_seed(seed * 1_000_003 + index)
         whole = torch.empty(part.shape, device=device, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        part.tensor.copy_(whole[part.start : part.stop])
+        part.tensor.copy_(whole[part.box])

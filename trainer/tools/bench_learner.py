@@ -246,8 +246,8 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
     began = time.perf_counter()
     learner = PolicyTrainer(cfg, device=device, backend=backend)
     tokens = fit_micro_batch(learner, cfg, backend, arena_bytes=0, earlier=None)
-    num_sharing = cfg.learner.context_parallel_size
-    rows = replace(job.rows, micro_batch_tokens=tokens * num_sharing)
+    num_sharing = cfg.learner.ranks_per_batch
+    rows = replace(job.rows, micro_batch_tokens=tokens * cfg.learner.context_parallel_size)
     batches = rows.of_rank(rank // num_sharing, vocab_size=architecture(job.shape).vocab)
     memory = None if device.type == "cpu" else torch.get_device_module(device)
     if memory is not None:

@@ -238,11 +238,11 @@ def local_shards(
     _reshard(model)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     named, saved = saved_tensors(model)
-    parts: dict[str, _LocalPart] = {}
+    parts: dict[str, LocalPart] = {}
     problems: list[str] = []
     for name, param in named.items():
         try:
-            parts[name] = _local_part(param, rank)
+            parts[name] = local_part(param, rank)
         except PlanMismatch as error:
             problems.append(f"{name} {tuple(param.shape)}: {error}")
     for piece in saved:
@@ -275,7 +275,7 @@ def _reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-class _LocalPart(NamedTuple):
+class LocalPart(NamedTuple):
     """The box of a parameter that this rank has, and the live tensor that holds it."""
 
     start: tuple[int, ...]
@@ -285,15 +285,21 @@ class _LocalPart(NamedTuple):
     is_replicated: bool = False
     """Other ranks hold the same box."""
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
-def _local_part(param: torch.Tensor, rank: int) -> _LocalPart:
+
+def local_part(param: torch.Tensor, rank: int = 0) -> LocalPart:
+    """Of a parameter, sharded or not; one that is not counts as held by rank 0. Raises PlanMismatch for placements that
+    leave this rank more than a box."""
     shape = tuple(param.shape)
     if not isinstance(param, DTensor):
-        return _LocalPart((0,) * len(shape), shape, param.detach(), is_held=rank == 0)
+        return LocalPart((0,) * len(shape), shape, param.detach(), is_held=rank == 0)
     mesh, placements, local = param.device_mesh, param.placements, param.to_local().detach()
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return _LocalPart((0,) * len(shape), shape, local, is_held=False)
+        return LocalPart((0,) * len(shape), shape, local, is_held=False)
     # The indices that are left in each dimension, in the order of the local tensor.
     left = [np.arange(length) for length in shape]
     for index, num_parts, placement in zip(coordinate, mesh.shape, placements, strict=True):
@@ -324,4 +330,4 @@ def _local_part(param: torch.Tensor, rank: int) -> _LocalPart:
         isinstance(placement, Replicate) and num_parts > 1
         for placement, num_parts in zip(placements, mesh.shape, strict=True)
     )
-    return _LocalPart(start, size, local, is_replicated=is_replicated)
+    return LocalPart(start, size, local, is_replicated=is_replicated)

@@ -52,6 +52,8 @@ SHORT = {
     "FILTER": "task.pass_rate_min=0.1 task.pass_rate_max=0.9",
     "CURRICULUM": "task.curriculum=easy_to_hard task.difficulty_column=level",
     "ADAPTIVE": "rollout.concurrency=adaptive rollout.max_num_seqs=256",
+    "TENSOR": "learner.num_ranks=8 learner.fsdp_size=4 learner.tensor_parallel_size=4",
+    "OFFLOADED": "learner.cpu_offload learner.reference_cpu_offload",
     "REPACKED": "rollout.repack_below=8 rollout.num_replicas=2",
     "SAMPLED": "trainer.eval_samples=4 trainer.eval_temperature=0.7",
     "NO_PERIODIC": "trainer.eval_every=0 trainer.eval_at_start=false",
@@ -121,6 +123,14 @@ learner.num_ranks=512 learner.context_parallel_size=2 ->
 learner.num_ranks=6 learner.fsdp_size=4 -> learner.fsdp_size
 learner.num_ranks=6 learner.context_parallel_size=4 -> learner.context_parallel_size
 learner.num_ranks=8 learner.fsdp_size=4 learner.context_parallel_size=8 ->
+learner.num_ranks=512 learner.tensor_parallel_size=2 ->
+learner.num_ranks=1024 learner.tensor_parallel_size=2 -> learner.num_ranks
+learner.num_ranks=8 learner.tensor_parallel_size=3 -> learner.tensor_parallel_size
+learner.num_ranks=8 learner.fsdp_size=2 learner.tensor_parallel_size=4 -> learner.tensor_parallel_size
+TENSOR learner.max_tokens_per_micro_batch=1536 a.advantage_estimator=gae ->
+TENSOR learner.context_parallel_size=2 learner.optimizer=muon -> learner.context_parallel_size learner.optimizer
+TENSOR learner.master_dtype=bfloat16 model.lora.rank=8 -> learner.master_dtype learner.master_dtype model.lora.rank
+TENSOR learner.cpu_offload=true IN_LOSS learner.reference_cpu_offload=true -> OFFLOADED
 learner.context_parallel_size=2 learner.max_tokens_per_micro_batch=767 -> learner.max_tokens_per_micro_batch
 learner.context_parallel_size=2 learner.max_tokens_per_micro_batch=768 ->
 learner.min_lr_ratio=0.1 -> learner.min_lr_ratio

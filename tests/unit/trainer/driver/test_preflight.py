@@ -130,6 +130,9 @@ def test_key_value_heads_are_split_evenly_or_copied_evenly(here: Path, kv_heads:
         assert [one.rollout.tensor_parallel_size for one in sizes if not file_problems(one)] == fitting
         shared = (replace(cfg, learner=replace(cfg.learner, context_parallel_size=size)) for size in range(1, 29))
         assert [one.learner.context_parallel_size for one in shared if not file_problems(one)] == fitting
+        cut = (replace(cfg, learner=replace(cfg.learner, tensor_parallel_size=size)) for size in range(1, 29))
+        found = [one.learner.tensor_parallel_size for one in cut if not file_problems(one)]
+        assert found == [size for size in fitting if kv_heads % size == 0], "a learner divides their matrices"
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ async def test_neighbouring_ranks_share_a_micro_batch(monkeypatch: pytest.Monkey
     monkeypatch.setattr("trainer.learner.group.ray.put", lambda part: part)
     parts = ((without_loss(),), (without_loss(), without_loss()))
     actors = [HandActor(train_step=StepResult(step=3, metrics={}, seconds={})) for _ in range(4)]
-    group = LearnerGroup(actors, timeout_s=1.0, context_parallel_size=2)
+    group = LearnerGroup(actors, timeout_s=1.0, ranks_per_batch=2)
     await group.train_step(replace(EMPTY, micro_batches=parts), version=2)
     assert [actor.calls[0][1][0] for actor in actors] == [parts[0], parts[0], parts[1], parts[1]]
     with pytest.raises(LearnerError, match="split for 1 ranks, the group has 4, of which 2 share a micro-batch"):

@@ -275,6 +275,28 @@ def test_models_that_cannot_run_packed_are_refused_by_their_config_alone(
         check_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "size", "words"),
+    [
+        ("llama", {}, 4, "num_key_value_heads=2 is no multiple of it;"),
+        ("llama", {}, 8, "num_attention_heads=4 is no multiple of it; num_key_value_heads=2 is no multiple of it;"),
+        ("qwen2", {"intermediate_size": 44}, 2, r"up_proj has 44 features, no multiple of 8 \(ranks of a replica\);"),
+        ("qwen2", {"intermediate_size": 41}, 2, r"down_proj has 41 features, no multiple of 2 \(of them\);"),
+        ("phi3", {}, 2, r"qkv_proj is colwise_gather_output in its plan, only matrices that are colwise or rowwise"),
+        ("mixtral", {"num_local_experts": 4}, 2, r"gate is not in its plan.*experts is moe_tp_experts in its plan"),
+        ("bitnet", {}, 2, "transformers has no plan"),
+        ("apertus", {}, 2, r"act_fn has parameters among divided features and is not in its plan"),
+    ],
+)
+def test_models_that_tensor_parallelism_cannot_divide_are_refused_by_their_config_alone(
+    kind: str, fields: dict[str, Any], size: int, words: str, tmp_path: Path
+) -> None:
+    model_config(kind, **fields).save_pretrained(tmp_path)
+    check_model(tmp_path)
+    with pytest.raises(ModelError, match=f"cannot be divided by learner.tensor_parallel_size={size}: .*{words}"):
+        check_model(tmp_path, num_ranks=8, tensor_parallel_size=size)
+
+
 def test_a_block_without_attention_is_refused_where_the_config_does_not_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,10 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
     "ranks that share a micro-batch have as many tokens each": (
         {"learner": {"context_parallel_size": 4, "activation_checkpointing": False}}, {}, {
         "masters (float32)": NUM_7B, "activations": 28 * (FUSED + TOKENS * 2 * (2 * 28 + 2 * 4) * 128)}),
+    "matrices of blocks are divided, and what is outside of them is not": (
+        {"learner": {"tensor_parallel_size": 4, "activation_checkpointing": False}}, {}, {
+        "masters (float32)": NUM_7B, "activations": 28 * TOKENS * 2 * (2 * (7 + 1) * 128 + 3 * 18944 // 4 + 4 * 3584),
+        "unsharded weights": 2 * (P.num_root_params + -(-(NUM_7B - P.num_root_params) // 4))}),
     # The learner computes with its models in turn, so the largest counts.
     "a smaller critic computes in the memory of the policy": ({}, {"critic": "0.5B"}, {
         "unsharded weights": GATHERED["7B"], "unsharded weights, critic": None}),
