@@ -38,6 +38,7 @@ from weight_sync.publish.publisher import WeightPublisher
 from weight_sync.publish.shards import chunk_rows
 from weight_sync.receive.receiver import WeightReceiver, WorkerService
 from weight_sync.transports.base import pieces
+from weight_sync.transports.pair import HOST, device_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -258,7 +259,7 @@ class Broadcast:
     def __init__(self, case: Case, backend: Backend, device: torch.device, *, rank: int, port: int) -> None:
         world, timeout = case.learners + case.replicas * case.tp, timedelta(seconds=case.timeout)
         dist.init_process_group(
-            collective_of(backend),
+            device_transport(backend.collective) or HOST,
             store=store(case.timeout, port=port),
             rank=rank,
             world_size=world,
@@ -338,9 +339,3 @@ def store(timeout_s: float, *, port: int | None = None) -> Any:
     make: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] - public, but torch does not list it
     timeout = timedelta(seconds=timeout_s)
     return make("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False, timeout=timeout)
-
-
-def collective_of(backend: Backend) -> str:
-    """The part of a backend's `collective` ("name", or "device:name,...") that serves its own devices."""
-    parts = dict(part.split(":") for part in backend.collective.split(",") if ":" in part)
-    return parts.get(backend.torch_device, backend.collective)

@@ -331,7 +331,7 @@ class DevicePair:
         with contextlib.suppress(DeviceError):
             self._enter()
             if comm is not None:
-                self._library.start("abort", comm)
+                self._library.call("abort", comm)
         # The kernels end soon after; until then they may write.
         while self._events and time.monotonic() < deadline:
             for event in [*self._events]:
@@ -350,8 +350,6 @@ class _CollectiveLibrary(Library):
     """What a group of two takes of the device at each end."""
     BYTES: int
     """Number of the data type of a byte."""
-    PENDING = 0
-    """What a call returns that goes on in the background."""
 
     def is_ready(self, comm: int) -> bool:
         """Whether the last call is through.
@@ -368,10 +366,7 @@ class _CollectiveLibrary(Library):
     def move(self, word: str, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
         """`send` or `receive` messages."""
         for tensor in tensors:
-            self.start(word, tensor.data_ptr(), tensor.numel(), self.BYTES, peer, comm, stream)
-
-    def start(self, word: str, *arguments: Any) -> None:
-        self.call(word, *arguments, unless=self.PENDING)
+            self.call(word, tensor.data_ptr(), tensor.numel(), self.BYTES, peer, comm, stream)
 
 
 class _NcclId(ctypes.Structure):
@@ -437,17 +432,15 @@ class Nccl(_CollectiveLibrary):
             min_ctas=self._UNSET,
             max_ctas=self.MAX_CTAS,
         )
-        comm = c_void_p()
-        self.start("connect", ctypes.byref(comm), 2, _NcclId.from_buffer_copy(root), rank, ctypes.byref(config))
-        return _handle(comm)
+        return self.pointer("connect", 2, _NcclId.from_buffer_copy(root), rank, ctypes.byref(config))
 
     def move(self, word: str, comm: int, tensors: Sequence[torch.Tensor], *, peer: int, stream: int) -> None:
         """The messages of one call are one launch."""
-        self.start("group_start")
+        self.call("group_start")
         try:
             super().move(word, comm, tensors, peer=peer, stream=stream)
         finally:
-            self.start("group_end")
+            self.call("group_end")
 
     def describe(self, code: int) -> str:
         return self.text("ncclGetErrorString", c_int(code))
@@ -501,16 +494,12 @@ class Hccl(_CollectiveLibrary):
         )
         comm, buffer = c_void_p(), ctypes.create_string_buffer(root, self._ROOT_BYTES)
         self.call("connect", 2, buffer, rank, ctypes.byref(config), ctypes.byref(comm))
-        return _handle(comm)
+        if comm.value is None:
+            raise LinkBroken("the library reported success but returned no communicator")
+        return comm.value
 
     def describe(self, code: int) -> str:
         return self.text("HcclGetErrorString", c_int(code))
-
-
-def _handle(comm: c_void_p) -> int:
-    if comm.value is None:
-        raise LinkBroken("the library reported success but returned no communicator")
-    return comm.value
 
 
 def _first_line(error: BaseException) -> str:

@@ -34,6 +34,8 @@ class Library:
     CALLS: ClassVar[Mapping[str, Call]]
     """Word -> the vendor's function. The only place where its signature is written down."""
     FAILED: type[DeviceError] = DeviceError
+    PENDING = 0
+    """What a call returns that goes on in the background."""
     WITHOUT = "it is too old, or not the library it should be"
     """What a missing function means."""
 
@@ -53,7 +55,7 @@ class Library:
             raise DeviceError(f"{self._library._name} has no {name}; {self.WITHOUT}")
         function.restype, function.argtypes = c_int, call.arguments
         code = function(*arguments, *call.constants)
-        if code != 0:
+        if code not in (0, self.PENDING):
             error = self.error(name, code)
             if code != unless:
                 raise error
