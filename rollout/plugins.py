@@ -27,7 +27,7 @@ def load(path: str, *, what: str) -> object:
     module, dot, name = path.rpartition(".")
     if not dot or not all(part.isidentifier() for part in path.split(".")):
         raise PluginError(
-            f"{what} {path!r} is no dotted path; give package.module.name, of the working directory or an installed "
+            f"{what} {path!r} is not a dotted path; give package.module.name, of the working directory or an installed "
             "package"
         )
     return find(module, name, path=path, what=what)

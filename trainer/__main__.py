@@ -152,7 +152,8 @@ def _run(line: CommandLine, started_at: float) -> int:
         return EXIT_CONFIGURATION
     except (ModelError, CheckpointError) as error:
         # What only a learner rank can find out: the weights do not fit their config, or the checkpoint the model.
-        sys.stderr.write(f"the model cannot be used as configured: {error}\n")
+        what = "checkpoint" if isinstance(error, CheckpointError) else "model"
+        sys.stderr.write(f"the {what} cannot be used as configured: {error}\n")
         return EXIT_CONFIGURATION
 
 

@@ -244,7 +244,7 @@ class OpenAiLoop:
         try:
             body = await request.json()
         except (ValueError, RecursionError) as error:
-            raise ApiError(f"the body is no JSON: {error}") from error
+            raise ApiError(f"the body is not JSON: {error}") from error
         asked = parse_request(body, self._variables)
         for name, value in ignored_fields(body).items():
             if name not in self._logged:

@@ -101,7 +101,7 @@ class _TrackedGenerate:
         if not isinstance(max_tokens, Integral) or max_tokens < 1:
             wrong = f"max_tokens >= 1 and whole, got {max_tokens}; end the trajectory as truncated before"
         elif tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            wrong = f"whole numbers in one row, got {tokens.dtype} of shape {tokens.shape}; give it token ids"
+            wrong = f"a list of token ids, got {tokens.dtype} of shape {tokens.shape}"
         elif stops is not None and not all(isinstance(text, str) and text for text in stops):
             wrong = f"stop strings that are not empty, got {stop!r}; give () for none"
         if wrong is not None:
@@ -232,7 +232,7 @@ def make_loop(
         raise PluginError(f"agent loop {path!r} raised {type(error).__name__}: {error}") from error
     run = getattr(loop, "run", None)
     if not inspect.iscoroutinefunction(run):
-        kind = "no method run" if run is None else "a run that is no async method"
+        kind = "no method run" if run is None else "a run that is not an async method"
         raise PluginError(f"agent loop {path!r} returned a {type(loop).__name__}, which has {kind}; {_DO}")
     if reason := mismatch(run, None, None, None):
         raise PluginError(f"agent loop {path!r}: its run cannot be called as a loop: {reason}; {_DO}")

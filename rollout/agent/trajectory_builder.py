@@ -133,5 +133,5 @@ class TrajectoryBuilder:
 def _row(token_ids: np.ndarray) -> np.ndarray:
     tokens = np.asarray(token_ids)
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
-        raise ValueError(f"context must be token ids in one row, got {tokens.dtype} of shape {tokens.shape}")
+        raise ValueError(f"context must be a list of token ids, got {tokens.dtype} of shape {tokens.shape}")
     return tokens.astype(np.int32)

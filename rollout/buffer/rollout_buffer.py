@@ -266,7 +266,7 @@ class RolloutBuffer:
         is_needed = self._is_take_waiting and self._is_group_missing and self._next_step > self._first_step
         if is_needed and self._num_slots < (self._max_staleness + 1) * self._groups_per_step:
             self._num_slots += self._groups_per_step
-            log.info("step %d waits for groups: %d may be under way from now on", self._next_step, self._num_slots)
+            log.info("step %d waits for groups: from now on %d may be in flight", self._next_step, self._num_slots)
             self._notify()
 
     def release(self, step: int, *, version: int) -> None:

@@ -130,7 +130,7 @@ class ActiveRequest:
         token_ids, logprobs = completion.token_ids, sampled_logprobs(completion)
         finish = completion.finish_reason
         if finish not in (None, "stop", "length", "abort"):
-            raise RuntimeError(f"engine ended a request with {finish!r}; known are stop, length and abort")
+            raise RuntimeError(f"engine ended a request with {finish!r}; expected stop, length or abort")
         end = None if self._matcher is None else self._matcher.end(token_ids)
         if end is not None:
             token_ids, logprobs, finish = token_ids[:end], logprobs[:end], "stop"

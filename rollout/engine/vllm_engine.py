@@ -263,7 +263,7 @@ class VllmEngine(Engine):
                 if self._spec.extension == vllm_compat.EXTENSION and level == 2:
                     await self._call_receivers("ws_invalidate", _SLEEP_TIMEOUT_S)
             except Exception as error:
-                self._die(f"it did not fall asleep, so what its memory holds is unknown: {error}")
+                self._die(f"it did not enter sleep mode, so the contents of its memory are unknown: {error}")
                 raise
             self._gate.is_asleep = True
 

@@ -141,7 +141,7 @@ class EngineGate:
             async with self._turn:  # a commit that has begun in the meantime may end the pause itself
                 if not self.is_paused:
                     return
-                why = f"paused for {self.paused_s:.1f} s, allowed are {self._pause_limit_s:.1f} s"
+                why = f"paused for {self.paused_s:.1f} s, at most {self._pause_limit_s:.1f} s are allowed"
                 if self._is_dirty:
                     self._give_up(f"its weights are a mixture of versions and no commit repaired them: {why}")
                     return

@@ -93,7 +93,7 @@ class PendingGeneration:
             )
         self.num_tokens += len(chunk.token_ids)
         if self.budget < 0:
-            raise ValueError(f"an engine returned {self.num_tokens} tokens, allowed are {self.max_tokens}")
+            raise ValueError(f"an engine returned {self.num_tokens} tokens, at most {self.max_tokens} are allowed")
         self._chunks.append(chunk)
         if chunk.finish_reason in ("stop", "length"):  # after "abort" it continues elsewhere
             self.finish(chunk.finish_reason)

@@ -363,5 +363,5 @@ class RequestScheduler:
 
     def _engine(self, name: str) -> _Engine:
         if name not in self._engines:
-            raise ValueError(f"unknown engine {name!r}; known are {sorted(self._engines)}")
+            raise ValueError(f"unknown engine {name!r}; known engines: {sorted(self._engines)}")
         return self._engines[name]

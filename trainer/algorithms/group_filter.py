@@ -85,7 +85,7 @@ def checked_reason(given: object) -> str:
         return ""
     if not isinstance(given, str) or not _REASON.fullmatch(given) or given in BUILTIN_REASONS:
         raise GroupFilterError(
-            f"gave {given!r:.80}; allowed are None, to train the group, or a reason of at most 40 of a-z, 0-9 and _, "
+            f"gave {given!r:.80}; return None, to train the group, or a reason of at most 40 of a-z, 0-9 and _, "
             f"which becomes a metric, other than {' and '.join(BUILTIN_REASONS)}"
         )
     return given

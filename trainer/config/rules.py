@@ -58,7 +58,7 @@ _OWN_KEYS = {
 """Arguments that have their own key: setting one twice would leave the rest of a run with the other value."""
 _RELIED_ON = {
     "logprobs_mode": "off-policy correction needs the log-probs of the distribution that tokens are sampled from",
-    "worker_extension_cls": "weight sync is in it",
+    "worker_extension_cls": "weight sync runs in it",
     "skip_tokenizer_init": "engines take and return tokens; they are decoded elsewhere",
     "load_format": "the first weights come by weight sync, or from files where that does not provide them",
     "disable_log_stats": "the load of engines is measured instead",
@@ -122,7 +122,7 @@ def _has_kl_in_advantages(c: RunConfig) -> bool:
 
 def _general(c: RunConfig) -> Iterator[Problem]:
     if not re.fullmatch(r"[\w.\-+]+", c.name) or c.name in {".", ".."}:
-        yield problem(c, "name", "must be letters, digits, dot, minus, plus or underscore", "it names a directory")
+        yield problem(c, "name", "may only contain letters, digits and . - + _", "it names a directory")
     for name in c.device.env:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             yield problem(c, "device.env", "is not the name of an environment variable", value=name)
@@ -151,7 +151,7 @@ def _prompts(c: RunConfig) -> Iterator[Problem]:
         json.dumps(task.chat_template_kwargs, allow_nan=False)
     except (TypeError, ValueError) as error:
         hint = "use texts, finite numbers, true, false, null, and lists and maps of these"
-        yield problem(c, "task.chat_template_kwargs", f"must be values of JSON: {error}", hint)
+        yield problem(c, "task.chat_template_kwargs", f"must be JSON values: {error}", hint)
     if task.curriculum != "none" and not task.difficulty_column and not task.pass_rate_column:
         hint = "set task.difficulty_column or task.pass_rate_column to a column of the data set"
         columns = ("task.difficulty_column", "task.pass_rate_column")
@@ -182,11 +182,11 @@ def _objective(c: RunConfig) -> Iterator[Problem]:
             yield problem(c, _SEQUENCES, message, "use 1, or another estimator", _ADVANTAGE)
         # The learner takes later rewards from the tokens that follow in the same sequence.
         elif kl.in_reward and not is_own(algorithm.advantage_estimator) and traits_of(algorithm).reward_to_go:
-            message = f"must be 1: with the KL in the reward, {chosen} adds up rewards within a sequence alone"
+            message = f"must be 1: with the KL in the reward, {chosen} sums rewards only within a sequence"
             yield problem(c, _SEQUENCES, message, "use 1, or another estimator, or the KL in the loss", _ADVANTAGE)
     if algorithm.advantage_estimator == "zero":  # all teaching is left to the KL to a teacher
         if kl.coef == 0 or kl.reference_model is None:
-            message = "gives every token an advantage of 0, so only a teacher could teach, and there is none"
+            message = "gives every token an advantage of 0, so only a teacher can train the policy, and there is none"
             hint = "set algorithm.kl.reference_model (and algorithm.kl.coef above 0), or use another estimator"
             yield problem(c, _ADVANTAGE, message, hint, "algorithm.kl.reference_model", "algorithm.kl.coef")
         elif kl.in_reward:
@@ -216,10 +216,10 @@ def _objective(c: RunConfig) -> Iterator[Problem]:
         message = f"has a meaningless gradient with {_PLACEMENT}=loss: its expectation is 0 everywhere"
         hint = "use k1_straight_through or k2, whose gradient is that of the KL"
     elif kl.in_reward and kl.estimator.endswith("straight_through"):
-        message = f"differs in its gradient alone, and with {_PLACEMENT}=reward only the value is read"
+        message = f"differs only in its gradient, and with {_PLACEMENT}=reward only the value is read"
         hint = "use the one without _straight_through"
     elif kl.in_advantage and kl.estimator != "k1":
-        message = f"must be k1 with {_PLACEMENT}=advantage: only its mean gradient is that of the KL there"
+        message = f"must be k1 with {_PLACEMENT}=advantage: only its expected gradient is that of the KL there"
         hint = "use algorithm.kl.estimator=k1"
     if message:
         yield problem(c, "algorithm.kl.estimator", message, hint, _PLACEMENT)
@@ -490,7 +490,7 @@ def _training(c: RunConfig) -> Iterator[Problem]:
     yield from _tensor_parallel(c)
     groups, mini_batches = c.trainer.groups_per_step, learner.num_mini_batches
     if groups % mini_batches > 0:
-        message = f"must divide trainer.groups_per_step={groups}: mini-batches have equally many whole groups"
+        message = f"must divide trainer.groups_per_step={groups}: all mini-batches have the same number of whole groups"
         divisors = ", ".join(str(n) for n in range(1, groups + 1) if groups % n == 0)
         yield problem(c, "learner.num_mini_batches", message, f"use one of {divisors}", "trainer.groups_per_step")
     elif learner.num_batches > (samples := _samples(c) // mini_batches):
@@ -575,7 +575,7 @@ def _evaluation(c: RunConfig) -> Iterator[Problem]:
         hint = "set task.eval_path and eval_every"
         yield problem(c, "trainer.stop_at_accuracy", "is never reached because evaluation is off", hint, *keys)
     if task.eval_sets and not task.eval_path:
-        hint = "name one of them there (eval/accuracy and trainer.stop_at_accuracy are about it), or ~task.eval_sets"
+        hint = "set it to one of them (trainer.stop_at_accuracy uses it), or remove them: ~task.eval_sets"
         message = "need task.eval_path, which is empty"
         yield problem(c, "task.eval_sets", message, hint, "task.eval_path", "trainer.eval_every")
     if not c.evaluates:
@@ -602,7 +602,7 @@ def _evaluation(c: RunConfig) -> Iterator[Problem]:
         yield problem(c, "trainer.eval_timeout_s", message, "raise it, or lower that", *keys)
     for name, one in task.eval_sets.items():
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name) or name in RESERVED_NAMES:
-            message = f"a name consists of letters, digits and . _ -, and is none of {', '.join(RESERVED_NAMES)}"
+            message = f"a name may only contain letters, digits and . _ -, and not be {', '.join(RESERVED_NAMES)}"
             yield problem(c, "task.eval_sets", message, "it is part of eval/NAME/accuracy", value=name)
         if not one.path:
             key, hint = f"task.eval_sets.{name}.path", "set it, or leave the set out"

@@ -90,9 +90,9 @@ def find_resume_point(cfg: RunConfig, directory: Path | None, *, is_device_here:
 
 def log_resumed(cfg: RunConfig, resumed: ResumePoint) -> None:
     buffer = resumed.state["buffer"]
-    again = f"{len(buffer['prompts'])} groups that were under way begin again"
+    again = f"{len(buffer['prompts'])} groups that were in flight start again"
     if "num_finished" in buffer:
-        again += f", {buffer['num_finished']} of them had been finished"
+        again += f", {buffer['num_finished']} of them had finished"
     log.info("resuming from %s; %s", resumed.path, again)
     wanted = cfg.checkpoint.resume
     if wanted != "auto" and not _names(wanted, resumed.path):
@@ -116,7 +116,7 @@ def prepare_run_dir(cfg: RunConfig, run_dir: RunDir, resumed: ResumePoint | None
     if left:
         names = ", ".join(path.name for path in left)
         aside = run_dir.checkpoints / checkpoint.ABANDONED
-        log.warning("not on the way to %s, and moved to %s: %s", resumed.path.name, aside, names)
+        log.warning("checkpoints that do not lead to %s moved to %s: %s", resumed.path.name, aside, names)
     if cfg.checkpoint.resume != "auto":
         # After `abandon`, so that the newest from here on came of this one and of those it came of.
         before = _begins(begin) if resumed.path.parent.resolve() == run_dir.checkpoints.resolve() else []

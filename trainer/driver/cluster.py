@@ -110,7 +110,7 @@ class Cluster:
             # Ray gives a node 30 s, without a setting for it, and then raises a plain `Exception`.
             if not isinstance(error, TimeoutError) and "timed out" not in str(error):
                 raise
-            log.warning("Ray did not start in time, as on a suspended host; starting it again: %s", one_line(error))
+            log.warning("Ray did not start in time (was the host suspended?); starting it again: %s", one_line(error))
             cluster = cls._start_own(cfg, placement, devices, last_words)
         if resource:
             here = Node(node_id="here", address="this host", resources=devices)
@@ -192,7 +192,7 @@ class Cluster:
         while self._scratch is not None and node is not None:
             if ray_constants.PROCESS_TYPE_GCS_SERVER in dict(node.dead_processes()):
                 raise ClusterLost(
-                    "Ray's control service (gcs_server) has ended, as when the kernel kills it for memory; look at the "
+                    "Ray's control service (gcs_server) has ended, perhaps killed for lack of memory; check the "
                     "memory of this host, and start again with the same run_dir"
                 )
             await asyncio.sleep(POLL_INTERVAL_S)

@@ -160,7 +160,7 @@ def _left_out(cfg: RunConfig, key: str, loaded: PromptSet) -> Iterator[str]:
     if loaded.num_duplicates or loaded.num_overlong:
         repeated = f"{loaded.num_duplicates} that repeat an earlier one (task.dedup)"
         overlong = f"{loaded.num_overlong} over task.max_prompt_tokens={cfg.task.max_prompt_tokens}"
-        yield f"rows of {key} that were left out: {repeated}, {overlong}"
+        yield f"rows of {key} that were skipped: {repeated}, {overlong}"
 
 
 def _train_spec(cfg: RunConfig, tools: Sequence[Mapping[str, Any]]) -> DatasetSpec:

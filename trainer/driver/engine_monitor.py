@@ -71,7 +71,7 @@ class EngineProbe:
         self.load, self._silent_s = load, 0.0
         self.num_polls += 1
         if load.still_s > self._heartbeat_timeout_s:
-            self._lose(f"it has requests and gave no token for {load.still_s:.0f} s")
+            self._lose(f"it has requests and produced no token for {load.still_s:.0f} s")
 
     def _on_no_reply(self, error: Exception) -> None:
         if isinstance(error, EngineDead) or is_actor_lost(error):
@@ -83,7 +83,7 @@ class EngineProbe:
         # Counted in polls and not by a clock: no engine was silent while this process itself was stopped.
         self._silent_s += POLL_S + waited_s
         if self._silent_s > self._heartbeat_timeout_s:
-            self._lose(f"it replied to no poll for {self._silent_s:.0f} s")
+            self._lose(f"it did not reply to polls for {self._silent_s:.0f} s")
 
 
 def load_metrics(reports: Sequence[WorkerReport], loads: Mapping[str, EngineStatus]) -> dict[str, float]:

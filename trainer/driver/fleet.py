@@ -353,7 +353,7 @@ class Fleet:
             async with asyncio.timeout(self._group_timeout_s):
                 while not (live := [worker for worker in self._workers if not worker.lost]):
                     if self._is_closed:
-                        raise WorkerLost("no rollout worker is left, and none is started again")
+                        raise WorkerLost("no rollout worker is left, and none will be restarted")
                     await self._changed.wait()
         except TimeoutError as error:
             raise WorkerLost(f"no rollout worker lived for {self._group_timeout_s:g} s") from error
@@ -505,7 +505,7 @@ class Fleet:
         )
         if needs_groups:
             raise error
-        log.error("no more evaluations, while the run ends anyway: %s", error)
+        log.error("no more evaluations; the run ends anyway: %s", error)
         self.close()
 
     def _watch_engines(self, needs_engines: Callable[[], bool]) -> None:

@@ -156,7 +156,7 @@ class TrainingRun:
             if self.state.needs_groups:
                 raise
             if not isinstance(first_cause(error), BufferClosed):
-                log.warning("no more groups, while the run ends anyway: %s", one_line(first_cause(error)))
+                log.warning("no more groups; the run ends anyway: %s", one_line(first_cause(error)))
             self.state.advance(Phase.DRAINING)
             if self._batches.empty():  # else `take_steps` takes that batch and ends after it
                 self._batches.put_nowait(None)
@@ -421,7 +421,7 @@ class TrainingRun:
         self.buffer.close()  # what is being generated ends, and is owed by the checkpoint
         try:
             await self._checkpointer.at_end(state.step, is_interrupted=interrupted.is_set())
-            with phase("bringing the last weights to the engines"):
+            with phase("sending the last weights to the engines"):
                 await self.weights.wait_until_live()
             await self.evaluator.at_end()
         finally:
@@ -482,7 +482,7 @@ def _warn_of_skipped(result: StepResult) -> None:
     step = result.step + 1
     if (critic := result.metrics.get("critic_skipped_updates")) is not None and critic.sum:
         log.warning(
-            "%d updates of the critic in step %d were left out: their gradient is not finite; lower critic.lr or "
+            "%d updates of the critic in step %d were skipped: their gradient is not finite; lower critic.lr or "
             "critic.max_grad_norm",
             critic.sum,
             step,

@@ -172,7 +172,7 @@ def weight_problems(cfg: RunConfig, *, why_read: str | None) -> Iterator[Problem
         message = f"must be the directory of a config without weights with {related}=true, which draws them"
         yield problem(cfg, "model.path", message, "", related)
     elif why_read is not None:
-        message = f"must be a directory with weights: with {why_read} engines load them, and this has a config alone"
+        message = f"must be a directory with weights: with {why_read} engines load them, and this one has only a config"
         hint = "save the weights there (save_pretrained), or name another model"
         yield problem(cfg, "model.path", message, hint, why_read, related)
 

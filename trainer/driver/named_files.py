@@ -186,7 +186,7 @@ def _engine_args(config: RunConfig) -> Iterator[Problem]:
         if name not in known and name not in REFUSED_ENGINE_ARGS:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else "see the arguments of vllm.AsyncEngineArgs"
-            message = f"must hold arguments of vLLM's engine alone: it has no {name}"
+            message = f"must hold arguments of vLLM's engine, which has no {name}"
             yield Problem(key="rollout.engine_args", value=f"{name}: {value}", message=message, hint=hint)
 
 

@@ -127,7 +127,7 @@ def check_cpus(cfg: RunConfig, placement: Placement) -> None:
     """Raises ConfigurationError if the private cluster has fewer CPUs than the actors take: some would never start."""
     needed, num_cpus = placement.num_cpus, cfg.ray.num_cpus
     if 0 < num_cpus < needed - _ROUNDING:
-        message = f"must be at least {needed:g}, which all actors take together, or 0 for as many as they take"
+        message = f"must be at least {needed:g}, the number that all actors take together, or 0 to use that number"
         hint = "CPUs are only counted: raise it, leave it out, or ask for fewer ranks, replicas or workers"
         raise ConfigurationError([problem(cfg, "ray.num_cpus", message, hint)])
 
@@ -141,7 +141,7 @@ def check_device_is_named(cfg: RunConfig, *, backend: str, resource: str | None,
         problem = Problem(
             key="device",
             value=f"auto, which is {backend} on the driver's host",
-            message=f"the Ray cluster has {_text(found)}, and auto looks at the driver's host alone",
+            message=f"the Ray cluster has {_text(found)}, and auto only looks at the driver's host",
             hint=f"set the device to use: {choices}; device={backend} leaves them idle",
             related=("ray.address",),
         )

@@ -211,7 +211,7 @@ def _float32_head_problems(cfg: RunConfig) -> Iterator[Problem]:
     from weight_sync.vllm.compat import has_float32_head
 
     if cfg.learner.fp32_head and not has_float32_head():
-        message = "the installed vLLM rounds its logits; with float32 ones in the learner alone log-probs would differ"
+        message = "the installed vLLM rounds its logits, so with float32 logits in the learner log-probs would differ"
         yield problem(cfg, "learner.fp32_head", message, "install a newer vLLM, or leave it null")
 
 

@@ -367,7 +367,7 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir, *, max_stal
     steps = f"{state.step} steps in" if own == state.step else f"{state.step} steps, {own} of them in this process, in"
     parts = [f"{_exit_reason(state).replace('_', ' ')}: {steps} {state.time_s:.0f} s"]
     if state.stop_reason == "completed" and state.step == state.resumed_from_step:
-        parts.append("nothing was left to train, increase trainer.total_steps to continue")
+        parts.append("nothing left to train; increase trainer.total_steps to continue")
     if last is not None and state.first_accuracy is not None:
         of_sets = [f", {name} {begin:.3f} -> {end:.3f}" for name, (begin, end) in state.set_accuracies.items()]
         parts.append(
@@ -383,5 +383,5 @@ def _say_goodbye(console: Console, state: RunState, run_dir: RunDir, *, max_stal
         say(f"warning: {state.failed_responses}")
     parts.append(f"see {run_dir.path}")
     if own >= _MIN_STEPS + 2 * max_staleness:
-        say(f"who waited for whom: python -m trainer advise {shlex.quote(str(run_dir.path))}")
+        say(f"which side waited: python -m trainer advise {shlex.quote(str(run_dir.path))}")
     say("; ".join(parts))

@@ -204,7 +204,7 @@ class WeightUpdater:
         """Pack `version` on all learner ranks; returns the seconds that took. Raises WeightSyncError."""
         if self._waiting is not None:
             # No engine reads it yet, so its slot may be taken; `run` must not begin while it is overwritten.
-            log.debug("version %d supersedes %d before it was moved", version, self._waiting)
+            log.debug("version %d supersedes %d before it was transferred", version, self._waiting)
             self._waiting = None
         # Stays True if the pack fails, so that `run` does not end the run first with an error that follows from it.
         self._is_packing = True

@@ -54,7 +54,7 @@ def check_weights(directory: Path, *, is_random_init: bool) -> None:
             )
         found = sorted(path.name for path in directory.iterdir())[:8]
         raise ModelError(
-            f"{directory} has no weights (found {found}); allowed are {SAFETENSORS} and {BIN_FILES}: finish the "
+            f"{directory} has no weights (found {found}); allowed: {SAFETENSORS} and {BIN_FILES}: finish the "
             "download, name another directory, or let model.random_weights=true draw those of model.path from the "
             "seed (for tests and benchmarks)"
         )

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 ACTOR_LOGS = "actor_logs"
 MAX_LOG_BYTES = 4 * 2**20
 """Of the end of each actor log."""
-KILLED = "the driver process was killed (SIGKILL), as the kernel does when memory runs out"
-RAYLET_DIED = "Ray ended the driver process because its raylet died, as when the kernel kills it for memory"
+KILLED = "the driver process was killed (SIGKILL), perhaps by the kernel for lack of memory"
+RAYLET_DIED = "Ray ended the driver process because its raylet died, perhaps killed by the kernel for lack of memory"
 GCS_DIED = "Ray ended the driver process because its control service (GCS) was gone for a minute"
 _TRIES, _TRY_EVERY_S = 20, 0.05
 """The kernel takes a moment to free the lock of a killed process."""

@@ -93,7 +93,7 @@ class MetricWriter:
             try:
                 plain[name] = to_jsonable(value)
             except TypeError as error:
-                self._warn_once(name, f"metric {name} is left out: {error}")
+                self._warn_once(name, f"metric {name} is skipped: {error}")
                 continue
             if plain[name] is None and value is not None:
                 where = f"step {record['step']}" if "step" in record else "an evaluation"

@@ -61,7 +61,7 @@ def _param_problems(params: Sequence[ParamMeta]) -> list[str]:
     ]
     for meta in params:
         if meta.dtype not in DTYPE_BYTES:
-            problems.append(f"{meta.name} has dtype {meta.dtype!r}; allowed are {', '.join(DTYPE_BYTES)}")
+            problems.append(f"{meta.name} has dtype {meta.dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
         if any(n < 0 for n in meta.shape) or prod(meta.shape) > MAX_OFFSET >> 3:
             problems.append(f"{meta.name} has the impossible shape {meta.shape}")
     return problems

@@ -306,7 +306,7 @@ def local_part(param: torch.Tensor, rank: int = 0) -> LocalPart:
         if isinstance(placement, Replicate):
             continue
         if not isinstance(placement, Shard | _StridedShard):
-            raise PlanMismatch(f"placements {placements}; allowed are Shard and Replicate")
+            raise PlanMismatch(f"placements {placements}; allowed: Shard and Replicate")
         indices = left[placement.dim]
         if isinstance(placement, _StridedShard):
             factor = int(placement.split_factor)

@@ -27,7 +27,7 @@ def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("join", r"agent loop 'join' is no dotted path; give package\.module\.name"),
+        ("join", r"agent loop 'join' is not a dotted path; give package\.module\.name"),
         ("", "is no dotted path"),
         ("os.path.", "is no dotted path"),
         ("os/path.join", "is no dotted path"),

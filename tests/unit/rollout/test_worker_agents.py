@@ -198,7 +198,7 @@ async def is_impatient(prompt: Prompt, max_tokens: int, generate: Generate) -> A
         (returns_nothing, "returned a NoneType; return what TrajectoryBuilder.finish"),
         (
             steps_with(lambda: Reply(token_ids=[1.9, 2.5])),  # type: ignore[list-item]
-            r"raised ValueError: context must be token ids in one row, got float64 of shape \(2,\)",
+            r"raised ValueError: context must be a one-dimensional sequence of token ids, got float64 of shape \(2,\)",
         ),
         (
             steps_with(lambda: Reply(token_ids=None, reward=math.nan)),
@@ -207,8 +207,8 @@ async def is_impatient(prompt: Prompt, max_tokens: int, generate: Generate) -> A
         (hangs, r"the trajectory took longer than task.agent_timeout_s=100"),
         (asks(max_tokens=0), "needs max_tokens >= 1 and whole, got 0"),
         (asks(max_tokens=10.0), "needs max_tokens >= 1 and whole, got 10.0"),
-        (asks(lambda prompt: prompt / 2), r"needs whole numbers in one row, got float64 of shape \(\d+,\)"),
-        (asks(lambda prompt: np.stack([prompt] * 2)), r"needs whole numbers in one row, got int32 of shape \(2, \d+\)"),
+        (asks(lambda prompt: prompt / 2), r"needs a list of token ids, got float64 of shape \(\d+,\)"),
+        (asks(lambda prompt: np.stack([prompt] * 2)), r"needs a list of token ids, got int32 of shape \(2, \d+\)"),
         (asks(stop=["a", ""]), r"needs stop strings that are not empty, got \['a', ''\]"),
     ],
 )

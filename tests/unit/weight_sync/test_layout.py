@@ -205,7 +205,7 @@ def test_gathered_root_is_resharded_before_it_is_described() -> None:
     [
         ([_StridedShard(0, split_factor=2), Shard(0)], 2, "split 6 unevenly; .* must be a multiple of 4"),
         ([Replicate(), _StridedShard(0, split_factor=3)], 3, "leave more than one box"),
-        ([Replicate(), Partial()], 6, "allowed are Shard and Replicate"),
+        ([Replicate(), Partial()], 6, "allowed: Shard and Replicate"),
     ],
 )
 def test_what_is_no_box_is_refused_with_every_name(placements: list[Any], rows: int, words: str) -> None:

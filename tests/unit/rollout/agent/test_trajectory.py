@@ -91,7 +91,7 @@ def test_what_a_builder_refuses_changes_nothing() -> None:
         builder.add_reward(1.0)
     with pytest.raises(ValueError, match="needs at least one token"):
         builder.start_sequence(np.array([], np.int32))
-    with pytest.raises(ValueError, match="token ids in one row"):
+    with pytest.raises(ValueError, match="a list of token ids"):
         builder.start_sequence(np.array([[1]]))
     assert builder.token_ids().tolist() == [1, 2]
 
@@ -371,7 +371,7 @@ def test_the_factory_gets_its_arguments_by_name_and_an_empty_path_is_the_single_
         ("Loop", {"turns": 3}, r"cannot be called with task.agent_args={'turns': 3}: got an unexpected keyword"),
         ("raises", {}, "raised OSError: no tool server"),
         ("NoRun", {}, "returned a NoRun, which has no method run"),
-        ("SyncRun", {}, "returned a SyncRun, which has a run that is no async method"),
+        ("SyncRun", {}, "returned a SyncRun, which has a run that is not an async method"),
         ("ShortRun", {}, "its run cannot be called as a loop: too many positional arguments"),
     ],
 )

@@ -478,7 +478,7 @@ async def test_an_engine_that_fails_half_way_into_sleep_is_dead(step: str) -> No
     llm.at[step] = fail
     with pytest.raises(RuntimeError, match="failed"):
         await engine.sleep()
-    with pytest.raises(EngineDead, match="did not fall asleep"):
+    with pytest.raises(EngineDead, match="did not enter sleep mode"):
         await commit(engine)
     await engine.close()
     assert llm.log[-1] == "shutdown"

@@ -165,10 +165,10 @@ DIES = "dies: its weights are a mixture of versions and no commit repaired them:
     ("then", "ends"),
     [
         ((LIMIT_S - 1.5,), ["commit ends"]),
-        ((LIMIT_S - 0.5,), ["commit ends", f"{DIES} 10.0 s, allowed are 10.0 s"]),
+        ((LIMIT_S - 0.5,), ["commit ends", f"{DIES} 10.0 s, at most 10.0 s are allowed"]),
         # A commit under way is left alone however long it takes; then its outcome decides.
         (("ok", 5 * LIMIT_S), ["commit ends", "resumes"]),
-        ((None, 0.5), ["commit ends", f"{DIES} 51.0 s, allowed are 10.0 s"]),
+        ((None, 0.5), ["commit ends", f"{DIES} 51.0 s, at most 10.0 s are allowed"]),
         (("close", 5 * LIMIT_S), ["commit ends"]),  # an engine that has ended does not die again
     ],
 )

@@ -89,7 +89,7 @@ def test_a_set_is_read_as_it_says_and_otherwise_as_the_task_does(caplog: pytest.
     assert [(p.text, p.answer) for p in loaded.evaluation[1].prompts[:2]] == [("0+5=", "5"), ("1+5=", "6")]
     lines = logged(*paths, sets, inputs=loaded, caplog=caplog)
     assert lines[0] == "INFO 1 training prompts, 1 held out, other 6, few 2, sums 5"
-    assert "rows of task.eval_sets.other.path that were left out: 1 that repeat" in lines[1]
+    assert "rows of task.eval_sets.other.path that were skipped: 1 that repeat" in lines[1]
     with pytest.raises(DataError, match=r"task\.eval_sets\.wrong: other\.jsonl, line 1: no column 'prompt'"):
         load_data(cfg_of(*paths, "task.eval_sets={wrong: {path: other.jsonl}}"), chat_tokenizer(PLAIN))
 
@@ -113,7 +113,7 @@ def test_rows_that_are_left_out_are_counted_by_data_set_and_logged(caplog: pytes
     short, long = "1+1=", "1+" * 20 + "1="
     overrides = data([short, short, short, long], ["1 + 1=", long], step=1)
     overrides += ["task.overlong_prompts=filter", "task.max_prompt_tokens=16"]
-    left_out = "WARNING rows of {} that were left out: {} that repeat an earlier one (task.dedup), 1 over {}=16"
+    left_out = "WARNING rows of {} that were skipped: {} that repeat an earlier one (task.dedup), 1 over {}=16"
     assert logged(*overrides, inputs=checked(*overrides), caplog=caplog) == [
         "INFO 1 training prompts, 1 held out",
         left_out.format("task.train_path", 2, "task.max_prompt_tokens"),
@@ -212,7 +212,7 @@ def test_arguments_and_tools_reach_the_template_of_training_and_held_out_prompts
 
 @pytest.mark.parametrize(
     ("argument", "message"),
-    [("{thinking: false}", "never reads thinking; it reads enable_think"), ("{temperature: nan}", "values of JSON")],
+    [("{thinking: false}", "never reads thinking; it reads enable_think"), ("{temperature: nan}", "JSON values")],
 )
 def test_an_argument_that_changes_nothing_is_refused(argument: str, message: str, chats: Path) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:

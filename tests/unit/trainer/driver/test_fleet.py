@@ -390,9 +390,9 @@ async def test_without_a_worker_and_a_restart_the_run_ends_with_the_reasons_whil
         world.is_over = True
         world.clients[0].actor.die()
         await asyncio.sleep(100.0)
-        with pytest.raises(WorkerLost, match="none is started again"):
+        with pytest.raises(WorkerLost, match="none will be restarted"):
             await world.begin(3)
-    assert "no more evaluations, while the run ends anyway" in caplog.text
+    assert "no more evaluations; the run ends anyway" in caplog.text
 
 
 # Groups and evaluations
@@ -622,7 +622,7 @@ async def test_requests_of_an_engine_that_stops_continue_elsewhere_from_their_pr
         group = await asyncio.wait_for(running, SILENCE_S / 2 + SOON_S)
         assert [rollout_worker.generated(t) for t in group.trajectories] == [rollout_worker.ANSWER] * 4
         assert min(len(tokens) for tokens in other.calls[0].token_ids) > len(rollout_worker.item().prompt.token_ids)
-        reason = "it has requests and gave no token for 41 s" if replies else "replied to no poll for"
+        reason = "it has requests and produced no token for 41 s" if replies else "did not reply to polls for"
         assert reason in fleet.lost_engines["a"]
 
 

@@ -334,7 +334,7 @@ def test_what_does_not_lead_to_the_checkpoint_is_gone_when_training_begins(start
         "abandoned": ["step_20", "step_30"],
     }
     assert "step_20, step_30" in start.log and "20 later lines cut" in start.log
-    assert "step_10; 0 groups that were under way begin again, 0 of them had been finished" in start.log
+    assert "step_10; 0 groups that were in flight start again, 0 of them had finished" in start.log
 
 
 @pytest.mark.parametrize("named", ["checkpoint", "run", "own"])

@@ -179,7 +179,7 @@ def test_advise_is_named_where_this_process_made_enough_steps_for_it(
     run_dir.summary.write_text(json.dumps({"exit_reason": state.stop_reason, "steps": state.step}))
     *before, last = last_words(run_dir, state, max_staleness=max_staleness)
     assert last.startswith(f"completed: {num_steps} steps") and last.endswith(f"see {run_dir.path}")
-    assert before == ([f"who waited for whom: python -m trainer advise {run_dir.path}"] if is_named else [])
+    assert before == ([f"which side waited: python -m trainer advise {run_dir.path}"] if is_named else [])
     assert advise.main([str(run_dir.path)]) == (advise.EXIT_DIAGNOSED if is_named else advise.EXIT_TOO_EARLY)
 
 

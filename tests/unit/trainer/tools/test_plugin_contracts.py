@@ -183,7 +183,7 @@ BREAKS: dict[str, list[tuple[str, Any]]] = {
     ],
     "filter": [
         ("gave False", lambda group: mostly_wrong(group) is not None),
-        ("'mostly wrong'; allowed are None", lambda _: "mostly wrong"),
+        ("'mostly wrong'; return None", lambda _: "mostly wrong"),
         ("'mostly/wrong'", lambda _: "mostly/wrong"),
         ("other than rewards_failed and zero_variance", lambda _: "zero_variance"),
         ("gave ''", lambda _: ""),
