@@ -7,9 +7,12 @@ import contextlib
 import logging
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -338,3 +341,41 @@ def pull_for_ever(_version: int, _slots: Any, *, deadline: Any) -> None:
     while True:
         deadline.check()
         time.sleep(0.002)
+
+
+# A coordinator that nobody closes
+
+
+ROOT = Path(__file__).parents[3]
+FORGOTTEN = """
+import asyncio, gc
+from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+
+async def main():
+    parties = [LocalPublisher(0, 1, full_weights(1))], [LocalReplica("r0")]
+    coordinator = SyncCoordinator(*parties, options=SyncOptions())
+    coordinator.itself = coordinator  # as an exception's traceback would hold it: only the collector frees it
+    await coordinator.open()
+    return parties
+
+parties = asyncio.run(main())
+gc.collect()
+print("goes on", flush=True)
+"""
+
+
+def test_coordinator_that_nobody_closed_does_not_hang_the_process_when_it_is_collected() -> None:
+    """A context that waits for sockets which were collected with it waits for ever."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORGOTTEN], cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        reading = threading.Timer(120.0, process.kill)
+        reading.start()
+        assert process.stdout.readline().strip() == "goes on"
+        reading.cancel()
+    finally:
+        process.kill()
+        process.wait(10)
