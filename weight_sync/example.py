@@ -78,7 +78,7 @@ class Engine:
         self._service = WorkerService(lambda: WeightReceiver(model, get_backend("cpu"), worker=0))
 
     async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
-        answer = getattr(self._service, method.removeprefix("ws_"))
+        answer = getattr(self._service, method)
         return [await asyncio.wait_for(asyncio.to_thread(answer, *args), timeout_s)]
 
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:

@@ -130,8 +130,7 @@ class LocalReplica:
         self.commit_delay_s = 0.0
 
     async def call(self, method: str, *args: object, timeout_s: float) -> list[Any]:
-        name = method.removeprefix("ws_")
-        calls = (asyncio.to_thread(self._in_turn, worker, name, args) for worker in range(len(self.services)))
+        calls = (asyncio.to_thread(self._in_turn, worker, method, args) for worker in range(len(self.services)))
         return list(await asyncio.wait_for(asyncio.gather(*calls), timeout_s))
 
     async def commit(self, version: int, method: str, *args: object, timeout_s: float) -> CommitResult:
@@ -155,10 +154,10 @@ class LocalReplica:
             self.board.append(f"resume {self.name}")
         return CommitResult(results=results, pause_s=time.monotonic() - started)
 
-    def _in_turn(self, worker: int, name: str, args: tuple[object, ...]) -> bytes:
+    def _in_turn(self, worker: int, method: str, args: tuple[object, ...]) -> bytes:
         """A worker takes its calls one after the other, also abandoned ones."""
         with self._turns[worker]:
-            return getattr(self.services[worker], name)(*args)
+            return getattr(self.services[worker], method)(*args)
 
     def assert_holds(self, full: dict[str, torch.Tensor]) -> None:
         for worker, model in enumerate(self.models):

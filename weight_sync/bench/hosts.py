@@ -172,7 +172,7 @@ class WorkerHost(_Host):
         self._backend.synchronize()
 
     def call(self, method: str, args: tuple[Any, ...], _timeout_s: float) -> list[bytes]:
-        return [getattr(self._service, method.removeprefix("ws_"))(*args)]
+        return [getattr(self._service, method)(*args)]
 
     def digests(self) -> list[int]:
         return [self._backend.digest(parameter.data) for parameter in self._model.flat.values()]
@@ -214,7 +214,7 @@ class WorkerHost(_Host):
 
     def close(self) -> None:
         self.leave()
-        self._service.close()
+        self._service.ws_close()
 
 
 class EngineModel(torch.nn.Module):

@@ -510,47 +510,58 @@ class WeightReceiver:
         return self._epoch
 
 
-class WorkerService:
-    """A receiver behind the calls that an engine's host can forward: bytes in, an encoded `Reply` out. The receiver is
-    made with the first call, so that a failure to make it is answered too."""
+class WorkerCalls:
+    """A receiver behind the calls that an engine's host can forward: bytes in, an encoded `Reply` out.
 
-    def __init__(self, make_receiver: Callable[[], WeightReceiver]) -> None:
-        self._make_receiver = make_receiver
-        self._receiver: WeightReceiver | None = None
+    It has no `__init__`, and every attribute begins with `ws_`, so that an engine's worker class can take it in. The
+    receiver is made with the first call, so that a failure to make it is answered too.
+    """
 
-    def record(self, request: bytes) -> bytes:
+    ws_receiver: WeightReceiver | None = None
+
+    def ws_make_receiver(self) -> WeightReceiver:
+        raise NotImplementedError
+
+    def ws_record(self, request: bytes) -> bytes:
         """`RecordRequest` -> `RecordedLayout`."""
         ask = decode(request, RecordRequest)
-        return self._answer(lambda receiver: RecordedLayout.of(receiver.record(ask.params), is_whole=ask.is_whole))
+        return self.ws_answer(lambda receiver: RecordedLayout.of(receiver.record(ask.params), is_whole=ask.is_whole))
 
-    def open(self, request: bytes) -> bytes:
+    def ws_open(self, request: bytes) -> bytes:
         """`OpenReceiver` -> `ReceiverInfo`."""
-        return self._answer(lambda receiver: receiver.open(decode(request, OpenReceiver)))
+        return self.ws_answer(lambda receiver: receiver.open(decode(request, OpenReceiver)))
 
-    def commit(self, version: int, deadline_s: float) -> bytes:
+    def ws_commit(self, version: int, deadline_s: float) -> bytes:
         """Make a version live -> `PullReport`. The engine must be paused."""
-        return self._answer(lambda receiver: receiver.commit(version, deadline_s=deadline_s))
+        return self.ws_answer(lambda receiver: receiver.commit(version, deadline_s=deadline_s))
 
-    def invalidate(self) -> bytes:
+    def ws_invalidate(self) -> bytes:
         """The parameters hold no version any more."""
-        return self._answer(lambda receiver: receiver.invalidate())
+        return self.ws_answer(lambda receiver: receiver.invalidate())
 
-    def digests(self) -> bytes:
+    def ws_digests(self) -> bytes:
         """`RunDigests` of the live parameters."""
-        return self._answer(lambda receiver: receiver.parameter_digests())
+        return self.ws_answer(lambda receiver: receiver.parameter_digests())
 
-    def status(self) -> bytes:
+    def ws_status(self) -> bytes:
         """`WorkerStatus`."""
-        return self._answer(lambda receiver: receiver.status())
+        return self.ws_answer(lambda receiver: receiver.status())
 
-    def close(self) -> bytes:
+    def ws_close(self) -> bytes:
         """Unmap and hang up; the weights stay."""
-        return self._answer(lambda receiver: receiver.close())
+        return self.ws_answer(lambda receiver: receiver.close())
 
-    def _answer(self, call: Callable[[WeightReceiver], object]) -> bytes:
+    def ws_answer(self, call: Callable[[WeightReceiver], object]) -> bytes:
         def run() -> bytes:
-            if self._receiver is None:
-                self._receiver = self._make_receiver()
-            return encode(call(self._receiver))
+            if self.ws_receiver is None:
+                self.ws_receiver = self.ws_make_receiver()
+            return encode(call(self.ws_receiver))
 
-        return answer(run, is_dirty=lambda: self._receiver is not None and self._receiver.is_dirty)
+        return answer(run, is_dirty=lambda: self.ws_receiver is not None and self.ws_receiver.is_dirty)
+
+
+class WorkerService(WorkerCalls):
+    """For hosts of one's own."""
+
+    def __init__(self, make_receiver: Callable[[], WeightReceiver]) -> None:
+        self.ws_make_receiver = make_receiver

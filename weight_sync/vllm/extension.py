@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from weight_sync.device.select import get_backend
 from weight_sync.messages import answer, encode
-from weight_sync.receive.receiver import WeightReceiver, WorkerService
+from weight_sync.receive.receiver import WeightReceiver, WorkerCalls
 from weight_sync.vllm.compat import check_vllm_version
 from weight_sync.vllm.cpu import keep_weights_addressable
 from weight_sync.vllm.lora import open_slot, synced_model
@@ -41,43 +41,16 @@ class _Worker(Protocol):
     vllm_config: object
 
 
-class WeightSyncExtension:
-    """Mixed into the worker class, so `self` is a vLLM worker. The methods are described in `WorkerService`."""
+class WeightSyncExtension(WorkerCalls):
+    """Mixed into the worker class, so `self` is a vLLM worker, whose `__init__` alone is run."""
 
-    ws_service_or_none: WorkerService | None = None
-    """vLLM never runs an extension's `__init__`, so the service is made with the first call."""
+    def ws_make_receiver(self) -> WeightReceiver:
+        return make_receiver(cast("_Worker", self))
 
     def ws_open_adapter(self) -> bytes:
         """Before the first request of an engine with LoRA: give it the policy's adapter, as zeros."""
         worker = cast("_Worker", self)
         return answer(lambda: encode(open_slot(worker.model_runner)), is_dirty=lambda: False)
-
-    def ws_record(self, request: bytes) -> bytes:
-        return self.ws_service().record(request)
-
-    def ws_open(self, request: bytes) -> bytes:
-        return self.ws_service().open(request)
-
-    def ws_commit(self, version: int, deadline_s: float) -> bytes:
-        return self.ws_service().commit(version, deadline_s)
-
-    def ws_invalidate(self) -> bytes:
-        return self.ws_service().invalidate()
-
-    def ws_digests(self) -> bytes:
-        return self.ws_service().digests()
-
-    def ws_status(self) -> bytes:
-        return self.ws_service().status()
-
-    def ws_close(self) -> bytes:
-        return self.ws_service().close()
-
-    def ws_service(self) -> WorkerService:
-        if self.ws_service_or_none is None:
-            worker = cast("_Worker", self)
-            self.ws_service_or_none = WorkerService(lambda: make_receiver(worker))
-        return self.ws_service_or_none
 
 
 def make_receiver(worker: _Worker) -> WeightReceiver:

@@ -246,7 +246,7 @@ async def test_an_open_that_fails_closes_everybody_before_and_after_it(
 ) -> None:
     replica, num_closed = LocalReplica("r0"), 0
     async with opened(1, [replica]) if num_opened else contextlib.nullcontext(World(1, [replica])) as world:
-        close = replica.services[0].close
+        close = replica.services[0].ws_close
 
         def count() -> bytes:
             nonlocal num_closed
@@ -256,7 +256,7 @@ async def test_an_open_that_fails_closes_everybody_before_and_after_it(
         def refuse(_: object) -> bytes:
             raise WeightSyncError("no slots here")
 
-        monkeypatch.setattr(replica.services[0], "close", count)
+        monkeypatch.setattr(replica.services[0], "ws_close", count)
         monkeypatch.setattr(world.publishers[0], "ws_open", refuse)
         with pytest.raises(WeightSyncError, match="no slots here"):
             await world.coordinator.open()
