@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.telemetry.session import made_now
-from trainer.tools.run_process import run_trainer
+from trainer.tools.bench import run_trainer
 from trainer.tools.run_records import read_records
 
 GOAL = 0.9

@@ -82,10 +82,9 @@ from trainer.driver.step_metrics import batch_stats
 from trainer.errors import ConfigurationError, first_cause, one_line
 from trainer.learner.policy import PolicyTrainer
 from trainer.tools.advise import main as advise
-from trainer.tools.bench import examine, table
+from trainer.tools.bench import RunOutcome, examine, table
 from trainer.tools.bench_figures import BenchPlan
 from trainer.tools.bench_workload import parse_case, workload
-from trainer.tools.run_process import RunOutcome
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import numpy.typing as npt
 
-from trainer.config.algorithm import traits_of
-from trainer.config.own_function import is_own, load_own
+from trainer.config.algorithm import is_own, load_own, traits_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.types import Group, Prompt
-from trainer.config.own_function import load_own
+from trainer.config.algorithm import load_own
 
 if TYPE_CHECKING:
     from trainer.config.algorithm import AlgorithmConfig

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from trainer.config.algorithm import loss_traits
-from trainer.config.own_function import is_own, load_own
+from trainer.config.algorithm import is_own, load_own, loss_traits
 
 if TYPE_CHECKING:
     from trainer.config.algorithm import AlgorithmConfig, KlEstimator

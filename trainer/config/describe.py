@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from trainer.config.algorithm import DEFAULT_LR_RATIO, OBJECTIVES, loss_traits, traits_of
+from trainer.config.algorithm import DEFAULT_LR_RATIO, OBJECTIVES, is_own, loss_traits, traits_of
 from trainer.config.field import value_text
-from trainer.config.own_function import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -12,9 +12,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from rollout.prompts.datasets import reader_of_suffix
-from trainer.config.algorithm import ESTIMATORS, LOSSES, OWN_TRAITS, loss_traits, traits_of
+from trainer.config.algorithm import ESTIMATORS, LOSSES, OWN_TRAITS, is_own, loss_traits, traits_of
 from trainer.config.field import value_text
-from trainer.config.own_function import is_own
 from trainer.config.schema import all_keys, shown, with_value
 from trainer.errors import Problem
 

@@ -8,10 +8,9 @@ import re
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from trainer.config.algorithm import EstimatorTraits, loss_traits, traits_of
+from trainer.config.algorithm import EstimatorTraits, is_own, loss_traits, traits_of
 from trainer.config.field import is_dotted_path, value_text
 from trainer.config.inactive import BUILTIN_TASK
-from trainer.config.own_function import is_own
 from trainer.config.schema import problem
 from weight_sync.vllm.compat import LORA_RANKS
 

@@ -1,10 +1,10 @@
-"""The data of a run: training prompts in their order, the sets it is evaluated on, and the rewards of both."""
+"""The data of a run, checked: training prompts in their order, the sets it is evaluated on, and the rewards of both."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -17,16 +17,62 @@ from rollout.reward.pool import check_reward
 from rollout.reward.registry import BUILTIN_REWARDS, lookup
 from trainer.config.algorithm import traits_of
 from trainer.config.schema import EvalSetConfig, problem
-from trainer.driver.findings import Findings
 from trainer.errors import ConfigurationError, Problem
 from trainer.telemetry.run_dir import changed_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rollout.types import Prompt
     from trainer.config.schema import RunConfig, TaskConfig
     from trainer.driver.checkpointing import ResumePoint
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Findings:
+    """What checks before a run find, collected so that all of it is reported at once.
+
+    Example:
+        found = Findings()
+        found.add(file_problems(cfg))
+        tokenizer = found.attempt(policy_tokenizer, cfg)  # None if it cannot be loaded
+        found.raise_if_any()
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[ConfigurationError | DataError] = []
+
+    def add(self, problems: Iterable[Problem]) -> None:
+        if problems := list(problems):
+            self._errors.append(ConfigurationError(problems))
+
+    def attempt(self, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What `make` returns; None if it raises."""
+        try:
+            return make(*args, **kwargs)
+        except (ConfigurationError, DataError) as error:
+            self._errors.append(error)
+            return None
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Without repetitions; those of the data are under the key `task`."""
+        found: dict[str, Problem] = {}
+        for error in self._errors:
+            of_data = isinstance(error, DataError)
+            for one in (Problem(key="task", value="", message=str(error)),) if of_data else error.problems:
+                found[str(one)] = one
+        return tuple(found.values())
+
+    def raise_if_any(self) -> None:
+        """A single error is raised as it is."""
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            raise ConfigurationError(self.problems) from self._errors[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -249,6 +249,8 @@ class Fleet:
         self._table = {name: EngineRecord() for name in engines}
         self._probes = {name: self._probe(name) for name in engines}
         self._epoch = 0
+        self._away: set[str] = set()
+        """Engines that were not there at some time since the last record."""
         self._restarts: dict[str, asyncio.Task[None]] = {}
         """Under way, of engines and workers."""
         self._changed = asyncio.Event()
@@ -277,17 +279,16 @@ class Fleet:
         """Engine -> why it is not there."""
         return {name: state for name, state in self.engine_states().items() if state != "live"}
 
-    @property
-    def load_record(self) -> dict[str, float]:
-        """Current metrics of the engines' load; empty before the first report."""
+    def take_record(self) -> dict[str, float]:
+        """Metrics since the last call; those of the engines' load once a worker has reported it."""
+        away, self._away = self._away, set(self.lost_engines)
         reports = [worker.report for worker in self._workers if worker.report is not None and not worker.lost]
-        if not reports:
-            return {}
-        restarts = {
+        return {
+            "fleet/engines_lost": len(away),
             "fleet/engine_restarts": self._engine_policy.num_succeeded,
             "fleet/worker_restarts": self._worker_policy.num_succeeded,
+            **(load_metrics(reports, self._loads()) if reports else {}),
         }
-        return {**load_metrics(reports, self._loads()), **restarts}
 
     def _loads(self) -> dict[str, EngineStatus]:
         return {name: probe.load for name, probe in self._probes.items() if probe.load is not None}
@@ -405,6 +406,8 @@ class Fleet:
         if changed is None:
             return False
         self._table[name] = changed
+        if not changed.is_there:
+            self._away.add(name)
         self._epoch += 1
         for worker in self._workers:
             self._push(worker)

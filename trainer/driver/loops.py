@@ -387,7 +387,7 @@ class TrainingRun:
             **state.failed_responses.take_record(),
             **self.telemetry.record(),
             **{f"data/{name}": value for name, value in self.source.record(groups).items()},
-            **self.workers.load_record,
+            **self.workers.take_record(),
             **self.devices.record(),
             **(sync_record(report) if state.version > trained else {}),
             "sync/version_lag": state.version - report.version + report.version_lag,

@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 from rollout.agent.runner import make_loop
 from rollout.errors import PluginError
 from trainer.algorithms.group_filter import own_group_filter
-from trainer.config.algorithm import traits_of
-from trainer.config.own_function import is_own, load_own
+from trainer.config.algorithm import is_own, load_own, traits_of
 from trainer.config.rules import estimator_problems
 from trainer.config.schema import problem
 from trainer.config.seats import Seats, engine_seats
 from trainer.driver.actors import why_engines_read_weights
 from trainer.driver.checkpointing import ResumePoint, find_resume_point
-from trainer.driver.datasets import DataSets, check_data, data_warnings, make_source
-from trainer.driver.findings import Findings
+from trainer.driver.datasets import DataSets, Findings, check_data, data_warnings, make_source
 from trainer.driver.models import (
     ModelInfo,
     hub_problems,

@@ -25,19 +25,23 @@ Example, on 4 devices with at most 10 minutes per call (MFU against 989 dense bf
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
+from trainer import subprograms
 from trainer.files import write_atomically
 from trainer.telemetry.session import last_line_of, versions
 from trainer.tools.bench_figures import (
@@ -62,7 +66,6 @@ from trainer.tools.bench_workload import (
     workload,
     write_inputs,
 )
-from trainer.tools.run_process import RunOutcome, run_trainer
 from trainer.tools.run_records import read_records, read_spans
 
 if TYPE_CHECKING:
@@ -74,6 +77,10 @@ if TYPE_CHECKING:
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 DEFAULT_CASES = ("async:2+2", "sync:2+2", "colocated:4")
+END_S = 60.0
+"""Time to stop the actors of a run that was asked to stop now, before it is killed."""
+TWO_SIGNALS_S = 1.5
+"""A run treats signals that are closer together as one."""
 ASK_DEVICE_TIMEOUT_S = 120.0
 # In a separate process: one that asks a driver holds a part of the device until it ends.
 _ASK_DEVICE = """
@@ -158,6 +165,59 @@ def measure(args: argparse.Namespace, work: Workload, case: Case) -> dict[str, A
         "devices": _devices(args.device),  # after the run: before it, nothing may touch the devices
         **examine(run_dir, outcome, plan),
     }
+
+
+class RunOutcome(NamedTuple):
+    command: tuple[str, ...]
+    started_at: float
+    """Unix time."""
+    wall_s: float
+    timeout_s: float
+    exit_code: int
+    timed_out: bool
+    output: tuple[str, ...]
+    """Lines of the console."""
+
+    @property
+    def problem(self) -> str:
+        """Why it may lack steps; empty if it ended well."""
+        if self.timed_out:
+            return f"did not end within {self.timeout_s:g} s"
+        last_lines = [line.strip() for line in self.output if line.strip()][-3:]
+        return "" if self.exit_code == 0 else f"exit code {self.exit_code}: {' | '.join(last_lines)[-600:]}"
+
+
+def run_trainer(arguments: Sequence[str], *, output: Path, timeout_s: float) -> RunOutcome:
+    """One `python -m trainer`, from beginning to end. Its console output goes to the file `output`."""
+    command = subprograms.command("trainer", *arguments)
+    started_at = time.time()
+    with output.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, cwd=subprograms.ROOT, env=subprograms.environment(), stdout=file, stderr=subprocess.STDOUT,
+            process_group=0,
+        )  # fmt: skip
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+            timed_out, wall_s = process.poll() is None, time.time() - started_at
+        finally:
+            exit_code = _end(process)
+    lines = tuple(output.read_text(encoding="utf-8", errors="replace").splitlines())
+    return RunOutcome(tuple(command), started_at, wall_s, timeout_s, exit_code, timed_out, lines)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Ask the run to end, then kill its process group, which may outlive the driver. Returns the exit code."""
+    for _ in range(2):  # the first signal asks for the end after this step, the second for the end now
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(TWO_SIGNALS_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 @cache

@@ -20,7 +20,7 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from rollout.errors import DataError
-from trainer.config.own_function import load_own
+from trainer.config.algorithm import load_own
 from trainer.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from trainer.config.plain import read_stored
 from trainer.errors import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from trainer.config.schema import RunConfig
@@ -98,12 +98,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     time_s: float | None = None
     """Its end, since the start of the process."""
     num_slots: float | None = msgspec.field(name="buffer/num_slots", default=None)
-    num_skipped: float = msgspec.field(name="sync/replicas_skipped", default=0)
-    """Engines that the last sync left out: lost, or with an evaluation."""
-    num_rescued: float | None = msgspec.field(name="engine/migrated_requests", default=None)
-    """Like `attempt_tokens` a total so far; None if no worker reported, too small if one did not."""
-    attempt_tokens: float | None = msgspec.field(name="discarded/failed_attempt_tokens", default=None)
-    num_failed: float = msgspec.field(name="buffer/failed", default=0)
+    engines_lost: float = msgspec.field(name="fleet/engines_lost", default=0)
+    """Engines that were away at some time of this step."""
     failed_frac: float = msgspec.field(name="response/failed_frac", default=0.0)
 
 
@@ -179,12 +175,11 @@ def read_run(run_dir: Path) -> RunFacts:
     lines = read_steps(run_dir, num_replicas=cfg.rollout.num_replicas)
     start = _latest_start(read_records(run_dir / "environment.jsonl"), lines)
     resumed = start.get("resumed_from_step")
-    first, staleness = resumed if isinstance(resumed, int) else 0, cfg.mode.max_staleness
+    first = resumed if isinstance(resumed, int) else 0
     lines = [line for line in lines if line.step > first]
     device, has_ended = str(start.get("device", cfg.device.name)), _has_ended(run_dir, lines)
     facts = RunFacts(cfg=cfg, lines=lines, device_name=device, has_ended=has_ended)
-    lost = _steps_with_lost_engine(lines, _evaluations(run_dir, cfg, first=first), max_staleness=staleness)
-    kept, num_lost = steady(lines, max_staleness=staleness, has_ended=has_ended, lost=lost)
+    kept, num_lost = steady(lines, max_staleness=cfg.mode.max_staleness, has_ended=has_ended)
     if len(kept) < MIN_STEPS:
         raise _too_few(facts, num_kept=len(kept), num_lost=num_lost, resumed_from_step=first)
     return replace(facts, lines=kept, num_lost_steps=num_lost, trace=read_trace(run_dir, replace(facts, lines=kept)))
@@ -320,21 +315,19 @@ def _latest_start(starts: Sequence[Record], lines: Sequence[StepLine]) -> Record
     return next((start for start in reversed(starts) if not is_refuted(start)), {})
 
 
-def steady(
-    lines: Sequence[StepLine], *, max_staleness: int, has_ended: bool = False, lost: Collection[int] = ()
-) -> tuple[list[StepLine], int]:
+def steady(lines: Sequence[StepLine], *, max_staleness: int, has_ended: bool = False) -> tuple[list[StepLine], int]:
     """(steady steps, how many more there would be if no engine had been lost).
 
     Left out are the first S + 2 steps, in which slots fill up, kernels compile and caches warm up; the last S of a run
-    that `has_ended`, whose engines have no prompt left; steps `lost`, in which an engine was away; and those until the
-    last time that slots were opened, if enough steps came after it.
+    that `has_ended`, whose engines have no prompt left; steps in which an engine was away; and those until the last
+    time that slots were opened, if enough steps came after it.
     """
     inner = lines[max_staleness + 2 : len(lines) - (max_staleness if has_ended else 0)]
     opened = next((i for i in range(len(inner) - 1, 0, -1) if inner[i].num_slots != inner[i - 1].num_slots), 0)
-    kept = [line for line in inner[opened:] if line.step not in lost]
+    kept = [line for line in inner[opened:] if not line.engines_lost]
     if len(kept) >= MIN_STEPS:
         return kept, len(inner) - opened - len(kept)
-    kept = [line for line in inner if line.step not in lost]
+    kept = [line for line in inner if not line.engines_lost]
     return kept, len(inner) - len(kept)
 
 
@@ -352,66 +345,6 @@ def _too_few(facts: RunFacts, *, num_kept: int, num_lost: int, resumed_from_step
         facts,
         num_missing=num_missing,
     )
-
-
-def _steps_with_lost_engine(
-    lines: Sequence[StepLine], evaluations: Sequence[tuple[int, int | None]], *, max_staleness: int
-) -> set[int]:
-    """Steps in which an engine was away that no evaluation (see `_evaluations`) had. It shows in one of three ways:
-
-    - A sync left it out. A line reports the sync before it, so the engine may have been lost in the step before, too.
-    - Its requests moved to another engine, even if it was back before the next sync.
-    - The only engine: its groups start again, so tokens are lost although no group failed. (Workers report what they
-      lost a moment after a failure, hence the lines around it.) At most S steps have their groups then; the next one
-      waits until the engine is back.
-    """
-    found: set[int] = set()
-    for line in lines:
-        # A sync ends up to two steps after the one that made its version.
-        may_have_evaluation = any(
-            version < line.step and (last_step is None or line.step <= last_step + 2)
-            for version, last_step in evaluations
-        )
-        if line.num_skipped > int(may_have_evaluation):
-            found |= {line.step - 1, line.step}
-    found |= {lines[i].step for i in _rises(line.num_rescued for line in lines)}
-    reported = [line for line in lines if line.attempt_tokens is not None]
-    for i in _rises(line.attempt_tokens for line in reported):
-        if 2 <= i < len(reported) - 1 and reported[i + 1].num_failed == reported[i - 2].num_failed:
-            found |= set(range(reported[i].step, reported[i].step + max_staleness + 2))
-    return found & {line.step for line in lines}
-
-
-def _rises(totals: Iterable[float | None]) -> list[int]:
-    """Where a total exceeds all before it. A lower one lacks what some worker did not report this time."""
-    found, highest = list[int](), 0.0
-    for i, total in enumerate(totals):
-        if total is not None and total > highest:
-            found.append(i)
-            highest = total
-    return found
-
-
-def _evaluations(run_dir: Path, cfg: RunConfig, *, first: int) -> list[tuple[int, int | None]]:
-    """(version, steps made when it ended, None if it may still run) of concurrent evaluations of the process that began
-    after step `first`."""
-    is_concurrent = bool(cfg.task.eval_path) and not cfg.trainer.eval_blocking
-    every, at_start = (cfg.trainer.eval_every, cfg.trainer.eval_at_start) if is_concurrent else (0, False)
-    if not (every or at_start):
-        return []
-    # A resume cuts off versions after its own, and those before are of earlier processes. One of its own version may be
-    # of either, and is taken for its own.
-    ended = list[tuple[int, int | None]]()
-    for record in read_records(run_dir / "evaluations.jsonl"):
-        version, step = record.get("version"), record.get("step")
-        if isinstance(version, int) and isinstance(step, int) and version >= first:
-            ended.append((version, step))
-    if not ended and at_start:
-        return [(first, None)]
-    if not every:
-        return ended
-    newest, last_step = max(((version, step or 0) for version, step in ended), default=(first, first))
-    return [*ended, (max((newest // every + 1) * every, last_step), None)]
 
 
 # The trace

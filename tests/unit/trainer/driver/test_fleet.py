@@ -367,8 +367,9 @@ async def test_silent_workers_and_slow_restarts_delay_nothing_else() -> None:
         assert [client.lost for client in world.clients] == ["", "", ""]
         new = world.clients[0].actor.target
         assert all(name in new.views[0].handles for name in "ab"), "it gets what it missed"
-        record = world.fleet.load_record
+        record, again = world.fleet.take_record(), world.fleet.take_record()
         assert (record["fleet/worker_restarts"], record["fleet/engine_restarts"]) == (2, 2)
+        assert (record["fleet/engines_lost"], again["fleet/engines_lost"]) == (2, 0), "both were away, and are back"
 
 
 @in_virtual_time

@@ -266,9 +266,7 @@ def test_old_groups_that_hold_the_learner_up_speak_for_a_larger_s() -> None:
 
 FIRST, LAST = 4, NUM_STEPS
 """Steps that count where no engine is lost."""
-TOTALS = {"engine/migrated_requests": 0, "discarded/failed_attempt_tokens": 0}
-"""What the workers' reports add up to while nothing happens."""
-SKIPPED = {"sync/replicas_skipped": 1, "sync/replicas_live": 3}
+AWAY = {"fleet/engines_lost": 1}
 
 
 class Run:
@@ -278,7 +276,6 @@ class Run:
         self.path, self.metrics = path, path / "metrics.jsonl"
         write_run(path, with_idle=with_idle)
         self.evaluates()
-        self.change(range(1, LAST + 1), TOTALS)
 
     def configure(self, **sections: Any) -> None:
         path = self.path / "config.yaml"
@@ -364,7 +361,6 @@ def test_lines_that_are_torn_are_left_out_and_earlier_names_of_metrics_are_read(
     assert read_records(tmp_path / "none.jsonl") == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n{"st')
     assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
-    run.change([20], SKIPPED)
     run.change([30], {"engine/migrated_requests": 5, "buffer/oldest_wait_s": 1.0})
     before, earlier = read_run(run.path), {new: old for old, new in RENAMED.items()}
     lines = [{earlier.get(name, name): value for name, value in one.items()} for one in read_records(run.metrics)]
@@ -453,11 +449,10 @@ def test_steps_with_a_lost_engine_do_not_count(tmp_path: Path, capsys: Capture, 
     before, text = reported(run, capsys)
     assert "lost engine" not in text
     slow = {"perf/step_s": 120.0, "time/wait_for_batch_s": 117.0} | ({"time/engines_idle_s": 60.0} if with_idle else {})
-    run.change(range(20, 26), slow | SKIPPED)
-    run.change([19], slow)
+    run.change(range(19, 26), slow | AWAY)
     run.change(range(22, LAST + 1), {"buffer/oldest_wait_s": 1000.0})
     values, text = reported(run, capsys)
-    assert values["num_lost_steps"] == 7, "it was lost in the step before those that report it"
+    assert values["num_lost_steps"] == 7
     assert values["num_steps"] == before["num_steps"] - 7
     for name in ("verdict", "recommendation"):
         assert values[name] == before[name]
@@ -469,103 +464,26 @@ def test_steps_with_a_lost_engine_do_not_count(tmp_path: Path, capsys: Capture, 
 
 
 def test_only_lost_steps_that_would_have_counted_are_reported(run: Run) -> None:
-    run.change([1, 2, 3], SKIPPED)
+    run.change([1, 2, 3], AWAY)
     assert read_run(run.path).num_lost_steps == 0, "the first three are left out anyway"
-    run.change([4], SKIPPED)
+    run.change([4], AWAY)
     assert read_run(run.path).num_lost_steps == 1
     run.change(range(1, LAST + 1), {"buffer/num_slots": 8})
     run.change(range(20, LAST + 1), {"buffer/num_slots": 16})
-    run.change([10, 11, 30], SKIPPED)
-    assert run.counted() == [*range(20, 29), *range(31, LAST + 1)]
-    assert read_run(run.path).num_lost_steps == 2, "those before the slots were opened are left out anyway"
-    run.change([*range(20, 27), *range(30, LAST + 1)], SKIPPED)
-    assert run.counted() == [*range(5, 9), *range(12, 19), 27, 28], "too few since slots"
+    run.change([10, 11, 30], AWAY)
+    assert run.counted() == [*range(20, 30), *range(31, LAST + 1)]
+    assert read_run(run.path).num_lost_steps == 1, "those before the slots were opened are left out anyway"
+    run.change([*range(20, 27), *range(29, LAST + 1)], AWAY)
+    assert run.counted() == [*range(5, 10), *range(12, 20), 27, 28], "too few since slots"
     assert read_run(run.path).num_lost_steps == LAST - 3 - len(run.counted())
-    run.change(range(1, 7), {"sync/replicas_skipped": 0})
-    run.change(range(7, LAST + 1), SKIPPED)
+    run.change(range(1, 6), {"fleet/engines_lost": 0})
+    run.change(range(6, LAST + 1), AWAY)
     message = "35 of the others had a lost engine; 1 more step is needed .* let the run continue with all its engines"
     with pytest.raises(TooFewSteps, match=message):
         read_run(run.path)
 
 
-def test_a_report_that_is_missing_once_is_no_loss(run: Run) -> None:
-    # Requests that moved show an engine that was back before the next sync.
-    run.change(range(20, LAST + 1), {"engine/migrated_requests": 5})
-    assert run.left_out() == [20]
-    run.change(range(20, LAST + 1), {"engine/migrated_requests": 0})
-    # Tokens of a failed group may be reported after a line without a report.
-    run.change(range(1, 19), {"buffer/failed": 0})
-    run.change(range(19, LAST + 1), {"buffer/failed": 1, "discarded/failed_attempt_tokens": 500})
-    run.change([19], {"discarded/failed_attempt_tokens": 0})
-    run.forget([20], TOTALS)
-    assert run.left_out() == []
-    run.change(range(1, LAST + 1), {"buffer/failed": 0, **TOTALS})
-    run.change(range(10, LAST + 1), dict.fromkeys(TOTALS, 500))
-    assert run.left_out() == [10, 11, 12]
-    run.change([20], dict.fromkeys(TOTALS, 0))
-    run.change([21, 31], dict.fromkeys(TOTALS, 200))
-    run.forget([30], TOTALS)
-    assert run.left_out() == [10, 11, 12], "one worker reported nothing, then both"
-    run.change(range(32, LAST + 1), dict.fromkeys(TOTALS, 600))
-    assert run.left_out() == [10, 11, 12, 32, 33, 34]
-
-
-def test_tokens_that_no_failed_group_explains_show_the_loss_of_the_only_engine(run: Run) -> None:
-    run.change(range(20, LAST + 1), {"discarded/failed_attempt_tokens": 500})
-    assert run.left_out() == [20, 21, 22], "with S = 1 there may be groups for one more step, and the next one waits"
-    for step in (19, 20, 21):  # the worker may report its tokens a moment later, in the next line
-        run.edit(lambda one, first=step: {**one, "buffer/failed": int(one["step"] >= first)})
-        assert run.left_out() == []
-
-
 # Evaluations have an engine while training continues
-
-
-def test_an_engine_that_an_evaluation_has_is_not_lost(run: Run) -> None:
-    run.change(range(12, 15), SKIPPED)
-    assert run.left_out() == [11, 12, 13, 14], "there is no evaluation"
-    run.evaluates(every=10)
-    run.write_evaluations((10, 12), (20, 21), (30, 31))
-    assert run.left_out() == []
-    run.change([12], {"sync/replicas_skipped": 2})
-    assert run.left_out() == [11, 12], "an evaluation has one engine, and another was lost"
-    run.change([12], SKIPPED)
-    run.change([15], SKIPPED)
-    assert run.left_out() == [14, 15], "the evaluation had ended"
-    run.evaluates(every=10, blocking=True)
-    assert run.left_out() == [11, 12, 13, 14, 15], "a learner that waits for the evaluation brings no weights meanwhile"
-
-
-def test_an_evaluation_in_progress_is_not_recorded_yet(run: Run) -> None:
-    run.change([LAST - 1, LAST], SKIPPED)
-    run.evaluates(every=10)
-    ended, lost = [(10, 12), (20, 22)], [LAST - 2, LAST - 1, LAST]
-    for more, left_out in (([], []), ([(30, 32)], lost), ([(30, LAST - 2)], [])):  # one runs, none, one did
-        run.write_evaluations(*ended, *more)
-        assert run.left_out() == left_out
-    run.change(range(2, LAST + 1), SKIPPED)
-    run.evaluates(at_start=True)
-    run.write_evaluations()
-    assert run.left_out() == [], "that at the start may be the only one"
-    run.change(range(10, LAST + 1), {"sync/replicas_skipped": 0})
-    run.write_evaluations((0, 5))
-    assert run.left_out() == [7, 8, 9], "it had ended before steps 8 and 9"
-
-
-def test_evaluations_before_a_resume_are_not_those_after_it(run: Run) -> None:
-    run.starts(after=13)
-    run.change(range(14, LAST + 1), SKIPPED)
-    run.evaluates(at_start=True)
-    for before in [(0, 3)], [(0, 3), (10, 13)], [(0, 3), (10, 15)]:
-        run.write_evaluations(*before)
-        assert run.counted() == [*range(17, LAST + 1)], f"that at the start may still run {before}"
-    run.write_evaluations((0, 3), (13, 20))
-    assert run.counted() == [*range(17, 22)], "it had ended"
-    run.change(range(14, LAST + 1), {"sync/replicas_skipped": 0})
-    run.change([18, 25], SKIPPED)
-    run.evaluates(every=10)
-    run.write_evaluations((0, 3))
-    assert [step for step in run.left_out() if step > 16] == [17, 18], "the next one is that of version 20"
 
 
 def test_waits_during_evaluations_ask_for_fewer_of_them_and_not_for_engines(run: Run, capsys: Capture) -> None:

@@ -17,7 +17,7 @@ from tests.fakes.metric_names import METRICS
 from tests.fakes.trainer_process import ROOT
 from trainer.telemetry.trace import Tracer
 from trainer.tools import bench
-from trainer.tools.bench import WorkloadMismatch, examine, load_results, main, save_results, table
+from trainer.tools.bench import RunOutcome, WorkloadMismatch, examine, load_results, main, save_results, table
 from trainer.tools.bench_figures import (
     PER_STEP,
     BenchPlan,
@@ -29,7 +29,6 @@ from trainer.tools.bench_figures import (
     timeline_of,
 )
 from trainer.tools.bench_workload import Case, Workload, workload
-from trainer.tools.run_process import RunOutcome
 from trainer.tools.run_records import Span
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import pytest
 
 from tests.fakes.process_life import is_running
 from trainer import subprograms
-from trainer.tools import run_process
-from trainer.tools.run_process import run_trainer
+from trainer.tools import bench
+from trainer.tools.bench import run_trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,8 +33,8 @@ def program(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run in the place of `python -m trainer`."""
     words: list[str] = []
     monkeypatch.setattr(subprograms, "command", lambda module, *arguments: [sys.executable, "-c", *words])
-    monkeypatch.setattr(run_process, "TWO_SIGNALS_S", 0.1)
-    monkeypatch.setattr(run_process, "END_S", 0.1)
+    monkeypatch.setattr(bench, "TWO_SIGNALS_S", 0.1)
+    monkeypatch.setattr(bench, "END_S", 0.1)
     return words
 
 
