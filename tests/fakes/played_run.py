@@ -45,7 +45,7 @@ def facts_of(
     **sections: Mapping[str, Any],
 ) -> RunFacts:
     """`full_s`: what a trace shows of the engines' time for a step at their full rate; None without a trace."""
-    trace = None if full_s is None else TraceFacts(engines_idle_s=0.0, evaluation_s=0.0, generation_full_s=full_s)
+    trace = None if full_s is None else TraceFacts(evaluation_s=0.0, generation_full_s=full_s)
     return RunFacts(cfg=played_config(**sections), lines=lines, device_name=device, trace=trace)
 
 
@@ -77,9 +77,7 @@ def play(
     return lines, generations, trainings
 
 
-def write_run(
-    run_dir: Path, *, generate_s: float = 9.0, learn_s: float = 3.0, with_idle: bool = True
-) -> list[StepLine]:
+def write_run(run_dir: Path, *, generate_s: float = 9.0, learn_s: float = 3.0) -> list[StepLine]:
     """The directory of such a run on 4 + 4 devices: config.yaml, metrics.jsonl whose last line is torn, trace.json."""
     run_dir.mkdir()
     lines, generations, trainings = play(generate_s, learn_s)
@@ -90,10 +88,7 @@ def write_run(
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     with (run_dir / "metrics.jsonl").open("w") as file:
         for line in lines:
-            record = msgspec.to_builtins(line)
-            if not with_idle:
-                record |= {"time/engines_idle_s": None, "time/backpressure_s": None}
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(msgspec.to_builtins(line)) + "\n")
         file.write('{"step": 99, "perf/st')
     tracer = Tracer(run_dir / "trace.json")
     for k, ((a, b), (c, d)) in enumerate(zip(generations, trainings, strict=True)):

@@ -49,14 +49,14 @@ VERDICTS: dict[Verdict, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Waits as shares of the time. They overlap, so they need not add up. None: not recorded."""
+    """Waits as shares of the time. They overlap, so they need not add up."""
 
     learner_waits_for_data: float
     """Without its waits for evaluations."""
     learner_waits_for_evaluation: float
     learner_waits_for_sync: float
-    engines_idle: float | None
-    producer_waits_for_slots: float | None
+    engines_idle: float
+    producer_waits_for_slots: float
     old_groups_hold_up: float
     """Part of the wait for data in which enough groups were ready, but older ones came first."""
 
@@ -83,8 +83,8 @@ class Diagnosis:
     """If only learning counted."""
     other_s: float
     """In which the learner neither computes nor waits for data or sync; it may wait for evaluations."""
-    generation_s: float | None
-    """If only generation counted; None if idle times are unknown."""
+    generation_s: float
+    """If only generation counted."""
     generation_full_s: float | None
     """The same at the full rate of the engines; None without a trace that shows it."""
     verdict: Verdict
@@ -173,14 +173,12 @@ def diagnose(facts: RunFacts) -> Diagnosis:
     scaled_s, fixed_s = (computes_s + packs_s, 0.0) if is_colocated else (computes_s, sync_s + other_s)
     learning_s = scaled_s if is_colocated else computes_s + sync_s
     # Engines that serve an evaluation are not idle either.
-    generation_s = None
-    if shares.engines_idle is not None:
-        generation_s = step_s * max(0.0, 1 - shares.engines_idle - shares.learner_waits_for_evaluation)
+    generation_s = step_s * max(0.0, 1 - shares.engines_idle - shares.learner_waits_for_evaluation)
     full_s = None if trace is None else trace.generation_full_s
     if facts.cfg.mode.max_staleness > 0 or is_colocated:  # they overlap, or would on separate devices
         counted_s = _at_best(generation_s, full_s)
     else:  # engines that serve an evaluation while the learner waits are busy; that is its other time already
-        counted_s = 0.0 if generation_s is None else min(generation_s, data_s)
+        counted_s = min(generation_s, data_s)
     verdict = _verdict(
         shares,
         facts.cfg,
@@ -219,24 +217,19 @@ def splits_of(facts: RunFacts, learning_s: float, generation_s: float, *, fixed_
     return tuple(sorted(found, key=lambda s: (round(s.step_s, 9), abs(s.num_ranks - cfg.learner.num_ranks))))
 
 
-def _at_best(generation_s: float | None, full_s: float | None) -> float:
-    return min([time_s for time_s in (generation_s, full_s) if time_s is not None], default=0.0)
+def _at_best(generation_s: float, full_s: float | None) -> float:
+    return generation_s if full_s is None else min(generation_s, full_s)
 
 
 def shares_of(facts: RunFacts) -> Shares:
     """Of at least one line."""
     lines, total_s = facts.lines, sum(line.step_s for line in facts.lines)
-    idle = [line.engines_idle_s for line in lines if line.engines_idle_s is not None]
-    slots = [line.slot_wait_s for line in lines if line.slot_wait_s is not None]
     # Groups of the next step are waited for while the learner is busy with this one, which costs nothing.
     forced_s = sum(
         min(max(0.0, b.oldest_wait_s - a.oldest_wait_s), b.data_wait_s)
         for a, b in itertools.pairwise(lines)
         if b.step == a.step + 1
     )
-    idle_s = None if facts.trace is None else facts.trace.engines_idle_s
-    if len(idle) == len(lines):
-        idle_s = sum(idle)
 
     def share(seconds: float) -> float:
         return min(max(seconds / total_s, 0.0), 1.0) if total_s > 0 else 0.0
@@ -245,8 +238,8 @@ def shares_of(facts: RunFacts) -> Shares:
         learner_waits_for_data=share(sum(line.data_wait_s for line in lines)),
         learner_waits_for_evaluation=share(sum(line.evaluation_wait_s for line in lines)),
         learner_waits_for_sync=share(sum(line.sync_wait_s for line in lines)),
-        engines_idle=None if idle_s is None else share(idle_s),
-        producer_waits_for_slots=share(sum(slots)) if len(slots) == len(lines) else None,
+        engines_idle=share(sum(line.engines_idle_s for line in lines)),
+        producer_waits_for_slots=share(sum(line.slot_wait_s for line in lines)),
         old_groups_hold_up=share(forced_s),
     )
 
@@ -259,10 +252,8 @@ def _verdict(shares: Shares, cfg: RunConfig, *, has_slack: bool, has_tails: bool
     """
     if cfg.mode.shares_devices:
         return "colocated"
-    idle = 0.0 if shares.engines_idle is None else shares.engines_idle
-    data, sync, evaluation = (
-        shares.learner_waits_for_data, shares.learner_waits_for_sync, shares.learner_waits_for_evaluation
-    )  # fmt: skip
+    data, sync, idle = shares.learner_waits_for_data, shares.learner_waits_for_sync, shares.engines_idle
+    evaluation = shares.learner_waits_for_evaluation
     if evaluation >= MATTERS and evaluation >= max(data, sync, idle):
         return "evaluation_waits"
     if sync >= 2 * MATTERS and sync >= max(data, idle if data >= MATTERS else 0.0):
@@ -318,9 +309,7 @@ def _unknown(facts: RunFacts, shares: Shares) -> list[str]:
     lines, trace, found = facts.lines, facts.trace, list[str]()
     if len(lines) < SURE_STEPS:
         found.append(f"Only {len(lines)} steady steps: the shares may still change.")
-    if shares.engines_idle is None:
-        found.append("Neither metrics nor a trace show when engines were idle: the generation-bound time is unknown.")
-    elif trace is not None and trace.generation_full_s is not None:
+    if trace is not None and trace.generation_full_s is not None:
         found.append("With another number of replicas each has another share of the requests, and another full rate.")
         found.append(
             "For the full rate a group is with engines until its rewards are there: tools and judges count as theirs."
@@ -418,7 +407,7 @@ def _about_devices(found: Diagnosis, facts: RunFacts) -> Recommendation:
     num_ranks, num_replicas = facts.cfg.learner.num_ranks, facts.cfg.rollout.num_replicas
     learner_waits = found.verdict == "generation_bound"
     side = "the learner waits for data" if learner_waits else "the engines have nothing to do"
-    if not learner_waits and (found.shares.engines_idle or 0.0) < MATTERS:
+    if not learner_waits and found.shares.engines_idle < MATTERS:
         side = "learning sets the pace (engines wait for slots)"
     if facts.shares_cores:
         return Recommendation(f"{side}, and both share the cores of this machine")
@@ -450,7 +439,7 @@ def _json(values: dict[str, object]) -> str:
 def format_report(found: Diagnosis, advice: Recommendation, facts: RunFacts) -> str:
     """The report for people."""
     is_colocated = facts.cfg.mode.shares_devices
-    generation = "unknown" if found.generation_s is None else _s(found.generation_s)
+    generation = _s(found.generation_s)
     if found.generation_full_s is not None:
         generation += f" (at the full rate of the engines: {_s(found.generation_full_s)})"
     lines = [VERDICTS[found.verdict], ""]
@@ -468,7 +457,7 @@ def format_report(found: Diagnosis, advice: Recommendation, facts: RunFacts) -> 
         lines.append(
             f"The rest, {part}, is neither: {hands}evaluations and saves that the learner waits for, and so on."
         )
-    if found.generation_s is not None and not is_colocated:
+    if not is_colocated:
         best = "" if found.generation_full_s is None else " at the full rate"
         times = found.step_s / max(found.floor_s, 1e-9)
         learning = "learning with that rest" if found.has_notable_rest else "learning"
@@ -493,7 +482,7 @@ def _waits(shares: Shares) -> list[str]:
         "engines had nothing to do": shares.engines_idle,
         "no slot was free (backpressure)": shares.producer_waits_for_slots,
     }
-    return [f"  {what:<32} {'not recorded' if share is None else f'{share:6.1%}'}" for what, share in rows.items()]
+    return [f"  {what:<32} {share:6.1%}" for what, share in rows.items()]
 
 
 def _split_text(found: Diagnosis, facts: RunFacts) -> list[str]:

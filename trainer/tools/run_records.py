@@ -91,8 +91,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the wait for groups caused by an evaluation, which has one of the engines."""
     sync_wait_s: float = msgspec.field(name="time/wait_for_sync_s")
     pack_s: float = msgspec.field(name="sync/pack_s", default=0.0)
-    engines_idle_s: float | None = msgspec.field(name="time/engines_idle_s", default=None)
-    slot_wait_s: float | None = msgspec.field(name="time/backpressure_s", default=None)
+    engines_idle_s: float = msgspec.field(name="time/engines_idle_s")
+    slot_wait_s: float = msgspec.field(name="time/backpressure_s")
     oldest_wait_s: float = msgspec.field(name="buffer/oldest_wait_s", default=0.0)
     """Total since the start of the process, not of this step."""
     time_s: float | None = None
@@ -120,8 +120,6 @@ class Span(NamedTuple):
 class TraceFacts:
     """Of the steady steps."""
 
-    engines_idle_s: float
-    """Time that an engine had no group, mean over all engines."""
     evaluation_s: float
     """Time during which an evaluation ran concurrently."""
     generation_full_s: float | None = None
@@ -394,9 +392,8 @@ def read_trace(run_dir: Path, facts: RunFacts) -> TraceFacts | None:
         (line.step, ends_s[name] - line.step_s, ends_s[name]) for line, name in zip(facts.lines, names, strict=True)
     ]
     groups, evaluations = ([span for span in spans if span.track == track] for track in ("groups", "evaluation"))
-    windows, num_replicas = _windows(steps), facts.cfg.rollout.num_replicas
+    windows = _windows(steps)
     return TraceFacts(
-        engines_idle_s=sum(idle_seconds(_within(w, groups), w, num_replicas=num_replicas) for w in windows),
         evaluation_s=sum(w[1] - w[0] - idle_seconds(_within(w, evaluations), w, num_replicas=1) for w in windows),
         generation_full_s=_generation_full_s(groups, facts, steps),
     )

@@ -27,7 +27,7 @@ from trainer.tools.run_records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from trainer.tools.advise import Diagnosis, Recommendation
@@ -200,7 +200,6 @@ REPORTS: dict[str, tuple[list[StepLine], dict[str, Any], str, list[StepLine], di
         played(9, 3, data_wait_s=5.0, evaluation_wait_s=1.0, engines_idle_s=0.0), {}, "11% of the time the",
         played(9, 3, evaluation_wait_s=0.1), {}),
     "a device that is unknown": (played(9, 3), {"device": "auto"}, "an accelerator is assumed", played(9, 3), {}),
-    "idle times that are unknown": (played(9, 3, engines_idle_s=None), {}, "time is unknown", played(9, 3), {}),
     "responses that failed": (played(9, 3, failed_frac=0.5), {}, "50.0% of the responses failed", played(9, 3), {}),
 }  # fmt: skip
 
@@ -272,9 +271,9 @@ AWAY = {"fleet/engines_lost": 1}
 class Run:
     """The directory of a run with four engines and a learner that waits for them, and what may be changed in it."""
 
-    def __init__(self, path: Path, *, with_idle: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         self.path, self.metrics = path, path / "metrics.jsonl"
-        write_run(path, with_idle=with_idle)
+        write_run(path)
         self.evaluates()
 
     def configure(self, **sections: Any) -> None:
@@ -285,16 +284,8 @@ class Run:
         keys = {"eval_every": every, "eval_at_start": at_start, "eval_blocking": blocking}
         self.configure(trainer={**keys, "groups_per_step": 8})
 
-    def write_evaluations(self, *ended: tuple[int, int]) -> None:
-        """`ended`: version, and steps made when its evaluation ended."""
-        lines = [json.dumps({"version": version, "step": step}) + "\n" for version, step in ended]
-        (self.path / "evaluations.jsonl").write_text("".join([*lines, '{"vers']))
-
     def starts(self, *, device: str = "cuda", after: int | None = None) -> None:
         append(self.path / "environment.jsonl", describe(device=device, resumed_from_step=after))
-
-    def forget(self, steps: Sequence[int], keys: Collection[str]) -> None:
-        self.edit(lambda one: {k: v for k, v in one.items() if one["step"] not in steps or k not in keys})
 
     def change(self, steps: Sequence[int], metrics: Mapping[str, float]) -> None:
         self.edit(lambda one: {**one, **metrics} if one["step"] in steps else one)
@@ -307,9 +298,6 @@ class Run:
 
     def counted(self) -> list[int]:
         return [line.step for line in read_run(self.path).lines]
-
-    def left_out(self) -> list[int]:
-        return sorted({*range(FIRST, LAST + 1)} - {*self.counted()})
 
 
 @pytest.fixture
@@ -443,12 +431,10 @@ def test_a_resume_that_ended_before_its_first_step_does_not_count(
 # Lost engines: an engine that was lost is not an idle one, so steps without it do not show who waits
 
 
-@pytest.mark.parametrize("with_idle", [True, False])
-def test_steps_with_a_lost_engine_do_not_count(tmp_path: Path, capsys: Capture, with_idle: bool) -> None:
-    run = Run(tmp_path / "run", with_idle=with_idle)  # without, the trace shows when engines were idle
+def test_steps_with_a_lost_engine_do_not_count(run: Run, capsys: Capture) -> None:
     before, text = reported(run, capsys)
     assert "lost engine" not in text
-    slow = {"perf/step_s": 120.0, "time/wait_for_batch_s": 117.0} | ({"time/engines_idle_s": 60.0} if with_idle else {})
+    slow = {"perf/step_s": 120.0, "time/wait_for_batch_s": 117.0, "time/engines_idle_s": 60.0}
     run.change(range(19, 26), slow | AWAY)
     run.change(range(22, LAST + 1), {"buffer/oldest_wait_s": 1000.0})
     values, text = reported(run, capsys)
@@ -459,7 +445,7 @@ def test_steps_with_a_lost_engine_do_not_count(tmp_path: Path, capsys: Capture, 
     for name in ("step_s", "generation_s", "generation_full_s"):
         assert values[name] == pytest.approx(before[name], rel=0.01), name
     for name, share in before["shares"].items():
-        assert values["shares"][name] == (None if share is None else pytest.approx(share, abs=0.01)), name
+        assert values["shares"][name] == pytest.approx(share, abs=0.01), name
     assert "7 steps with a lost engine are left out." in text
 
 
@@ -518,17 +504,6 @@ def test_idle_time_agrees_with_looking_every_moment(num_replicas: int) -> None:
     spans = [(0.0, 4.0), (2.0, 9.0), (2.0, 5.0), (12.0, 20.0), (19.0, 30.0)]
     slow = sum(max(0, num_replicas - sum(a <= t < b for a, b in spans)) / num_replicas for t in range(30))
     assert run_records.idle_seconds(spans, (0.0, 30.0), num_replicas=num_replicas) == pytest.approx(slow)
-
-
-@pytest.mark.parametrize("speeds", [(9.0, 3.0), (3.0, 9.0)])
-def test_the_trace_shows_what_older_metrics_do_not(tmp_path: Path, speeds: tuple[float, float]) -> None:
-    written = write_run(tmp_path / "run", generate_s=speeds[0], learn_s=speeds[1], with_idle=False)
-    facts = read_run(tmp_path / "run")
-    assert facts.trace is not None
-    assert facts.trace.generation_full_s == pytest.approx(speeds[0], rel=0.02)
-    traced, direct = diagnose(facts), diagnose(facts_of(steady(written, max_staleness=1)[0]))
-    assert traced.shares.engines_idle == pytest.approx(direct.shares.engines_idle, abs=0.02)
-    assert traced.verdict == direct.verdict
 
 
 def test_the_full_rate_is_that_of_tokens_while_enough_groups_run(tmp_path: Path) -> None:
