@@ -15,6 +15,22 @@ if TYPE_CHECKING:
     from trainer.config.schema import LearnerConfig, RolloutConfig, RunConfig
 
 
+def describe_run(config: RunConfig) -> list[str]:
+    """What is in force, a line each."""
+    learner, algorithm = config.learner, config.algorithm
+    lines = [f"objective: {describe_objective(algorithm)}"]
+    if learner.num_updates > 1:
+        passes, mini_batches = learner.updates_per_batch, learner.num_mini_batches
+        how = f"{passes} pass(es) over {mini_batches} mini-batch(es)"
+        lines.append(f"updates: {learner.num_updates} per batch, {how}")
+    if algorithm.uses_critic:
+        lines.append(f"critic: {_critic(config.critic, policy_lr=learner.lr)}")
+    lines.append(f"rollout: {describe_rollout(config)}")
+    if layout := _layout(learner):
+        lines.append(f"learner: {layout}")
+    return lines
+
+
 def describe_objective(algorithm: AlgorithmConfig) -> str:
     """One line: estimator, loss with its numbers, aggregation, correction, and what happens to samples.
 
@@ -72,30 +88,18 @@ def _estimator(algorithm: AlgorithmConfig, traits: EstimatorTraits) -> str:
     return name + details.get(name, f"({_values(algorithm, traits.keys)})" if traits.keys else "")
 
 
-def describe_updates(learner: LearnerConfig) -> str:
-    """How often the policy is updated per batch: after `describe_objective`, where that is more than once.
-
-    Example: `updates: 8 per batch, 2 passes over 4 mini-batches`.
-    """
-    passes, mini_batches = learner.updates_per_batch, learner.num_mini_batches
-    return f"updates: {learner.num_updates} per batch, {passes} pass(es) over {mini_batches} mini-batch(es)"
-
-
-def describe_critic(critic: CriticConfig, *, policy_lr: float) -> str:
-    """What computes the values, and how it learns: after `describe_objective`, with GAE only.
-
-    Example: `critic: own backbone, lr 1e-05, 1 update per step`.
-    """
+def _critic(critic: CriticConfig, *, policy_lr: float) -> str:
+    """What computes the values, and how it learns. Example: `own backbone, lr 1e-05, 1 update(s) per step`"""
     if critic.shared_backbone:
-        return f"critic: value head on the policy's backbone, + {value_text(critic.value_coef)} x value loss"
+        return f"value head on the policy's backbone, + {value_text(critic.value_coef)} x value loss"
     lr = DEFAULT_LR_RATIO * policy_lr if critic.lr is None else critic.lr
-    text = f"critic: own backbone, lr {value_text(lr)}, {critic.updates_per_step} update(s) per step"
+    text = f"own backbone, lr {value_text(lr)}, {critic.updates_per_step} update(s) per step"
     if critic.value_clip is not None:
         text += f", values clipped at {value_text(critic.value_clip)}"
     return text + (f", alone for {critic.warmup_steps} steps" if critic.warmup_steps else "")
 
 
-def describe_layout(learner: LearnerConfig) -> str:
+def _layout(learner: LearnerConfig) -> str:
     """How ranks divide model and micro-batches; empty where each has a shard of the one and micro-batches of its own.
 
     Example: `8 ranks: 2 replicas of 4 shards, 2 ranks per micro-batch`.

@@ -21,13 +21,7 @@ from rich.console import Console
 from rollout.errors import DataError
 from rollout.worker.actor import rare_collections
 from trainer.builtin.tiny_model import ensure_model
-from trainer.config.describe import (
-    describe_critic,
-    describe_layout,
-    describe_objective,
-    describe_rollout,
-    describe_updates,
-)
+from trainer.config.describe import describe_run
 from trainer.driver import actors as compose
 from trainer.driver.actors import start_actors, start_phase
 from trainer.driver.checkpointing import log_resumed, prepare_run_dir
@@ -96,14 +90,8 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
             session.append(run_dir.environment, started)
             sinks.progress.update(step=state.step)
             sinks.progress.note(f"run directory: {run_dir.path}")
-            sinks.progress.note(f"objective: {describe_objective(cfg.algorithm)}")
-            if cfg.learner.num_updates > 1:
-                sinks.progress.note(describe_updates(cfg.learner))
-            sinks.progress.note(f"rollout: {describe_rollout(cfg)}")
-            if layout := describe_layout(cfg.learner):
-                sinks.progress.note(f"learner: {layout}")
-            if cfg.algorithm.uses_critic:
-                sinks.progress.note(describe_critic(cfg.critic, policy_lr=cfg.learner.lr))
+            for text in describe_run(cfg):
+                sinks.progress.note(text)
             try:
                 asyncio.run(Driver(cfg, state, sinks, checked).run())
             finally:

@@ -9,13 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from rollout.worker.group_server import MAX_BYTES
-from trainer.config.describe import (
-    describe_critic,
-    describe_layout,
-    describe_objective,
-    describe_rollout,
-    describe_updates,
-)
+from trainer.config.describe import describe_run
 from trainer.config.schema import LoraConfig
 from trainer.driver.memory_plan import GIB, Device, MemoryItem, gib, min_bytes, model_shape, total, workspace_bytes
 from trainer.driver.models import TEACHER
@@ -64,13 +58,12 @@ def format_plan(plan: RunPlan, cfg: RunConfig, *, placement: Sequence[str] = ())
 def _placement(plan: RunPlan, cfg: RunConfig, by_node: Sequence[str]) -> list[str]:
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
     shape, what = plan.shape, "processes on the CPU" if plan.device.is_shared else "devices"
-    layout = describe_layout(cfg.learner).partition(": ")[2]
     if plan.is_paired:
         what += " shared with the engines"
     adapters = f", of which {shape.num_adapter_params:,} in adapters are trained" if shape.num_adapter_params else ""
     return [
         "Placement",
-        f"  learner         {ranks} {what}, one FSDP2 rank each" + (f" ({layout})" if layout else ""),
+        f"  learner         {ranks} {what}, one FSDP2 rank each",
         f"  engines         {replicas} x {tp} = {replicas * tp} {'of the same devices' if plan.is_paired else what}",
         f"  rollout workers {cfg.rollout.num_workers} processes on the CPU",
         f"  device          {plan.device.name}: {gib(plan.device.total_bytes)}"
@@ -322,12 +315,7 @@ def dry_run(
         host_bytes=host_bytes,
         node_of=placement.node_of,
     )
-    updates = f"{describe_updates(cfg.learner)}\n" if cfg.learner.num_updates > 1 else ""
-    critic = f"{describe_critic(cfg.critic, policy_lr=cfg.learner.lr)}\n" if cfg.algorithm.uses_critic else ""
-    sys.stdout.write(
-        f"objective: {describe_objective(cfg.algorithm)}\n{updates}{critic}rollout: {describe_rollout(cfg)}\n\n"
-        f"{format_plan(plan, cfg, placement=placement.lines)}"
-    )
+    sys.stdout.write("\n".join([*describe_run(cfg), "", format_plan(plan, cfg, placement=placement.lines)]))
     sys.stdout.flush()
     # Both look at how devices are paired: report it once.
     if found := dict.fromkeys([*problems(plan, cfg), *placement.problems]):

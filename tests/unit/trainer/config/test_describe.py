@@ -18,8 +18,8 @@ from trainer.config.algorithm import (
     with_traits,
 )
 from trainer.config.compose import load_config
-from trainer.config.describe import describe_critic, describe_objective, describe_rollout, describe_updates
-from trainer.config.schema import LearnerConfig
+from trainer.config.describe import describe_objective, describe_rollout, describe_run
+from trainer.config.schema import LearnerConfig, RunConfig
 
 
 @with_traits(EstimatorTraits(needs_peers=False, reward_to_go=True))
@@ -109,12 +109,17 @@ def test_every_number_in_force_is_described(keys: dict[str, Any], expected: str)
     ],
 )
 def test_how_the_critic_learns_is_described(critic: CriticConfig, expected: str) -> None:
-    assert describe_critic(critic, policy_lr=1e-6) == f"critic: {expected}"
+    config = RunConfig(algorithm=AlgorithmConfig(advantage_estimator="gae"), critic=critic)
+    assert f"critic: {expected}" in describe_run(config)
+    assert not [line for line in describe_run(RunConfig(critic=critic)) if line.startswith("critic")]
 
 
-def test_several_updates_per_batch_are_described() -> None:
-    learner = LearnerConfig(updates_per_batch=2, num_mini_batches=4)
-    assert describe_updates(learner) == "updates: 8 per batch, 2 pass(es) over 4 mini-batch(es)"
+def test_several_updates_per_batch_and_the_layout_of_the_ranks_are_described() -> None:
+    learner = LearnerConfig(updates_per_batch=2, num_mini_batches=4, num_ranks=8, fsdp_size=4)
+    found = describe_run(RunConfig(learner=learner))
+    assert "updates: 8 per batch, 2 pass(es) over 4 mini-batch(es)" in found
+    assert found[-1] == "learner: 8 ranks: 2 replicas of 4 shard(s)"
+    assert [line.partition(":")[0] for line in describe_run(RunConfig())] == ["objective", "rollout"]
 
 
 ALL, GREEDY = "all requests at once", "evaluation on builtin:arithmetic: one greedy response per prompt, pass@1"
