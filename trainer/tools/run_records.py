@@ -32,37 +32,13 @@ CLOCKS_AGREE_S = 0.1
 
 RENAMED: Mapping[str, str] = {
     "buffer/forced_wait_s": "buffer/oldest_wait_s",
-    "buffer/num_taken": "buffer/num_training",
-    "buffer/refilled": "buffer/replaced",
-    "buffer/take_wait_s": "buffer/batch_wait_s",
-    "data/resting": "data/prompts_excluded",
-    "discarded/attempt_tokens": "discarded/failed_attempt_tokens",
-    "discarded/excluded_tokens": "discarded/masked_tokens",
-    "discarded/given_up_tokens": "discarded/unused_tokens",
-    "engine/held": "engine/queued",
-    "engine/moved_requests": "engine/repacked_requests",
-    "engine/moved_tokens": "engine/repacked_tokens",
-    "engine/rescued_requests": "engine/migrated_requests",
-    "engine/rescued_tokens": "engine/migrated_tokens",
-    "learner/kl_behaviour": "learner/kl_behavior",
-    "learner/mismatch_engine": "mismatch/fresh",
-    "learner/mismatch_engine_kl": "mismatch/fresh_kl",
-    "learner/mismatch_stale": "mismatch/stale",
-    "learner/mismatch_stale_kl": "mismatch/stale_kl",
-    "queue/admitted_to_claimed_s": "queue/pending_s",
-    "queue/claimed_to_finished_s": "queue/rollout_s",
-    "queue/finished_to_taken_s": "queue/ready_s",
-    "queue/for_engine_s": "queue/engine_slot_s",
-    "response/untrained": "response/excluded",
-    "sync/lease_s": "sync/pin_s",
-    "telemetry/trajectories_left_out": "telemetry/trajectories_skipped",
     "wait/engines_idle_s": "time/engines_idle_s",
     "wait/learner_for_data_s": "time/wait_for_batch_s",
     "wait/learner_for_evaluation_s": "time/wait_for_eval_s",
     "wait/learner_for_sync_s": "time/wait_for_sync_s",
     "wait/producer_for_slots_s": "time/backpressure_s",
 }
-"""Earlier name of a metric or a family -> its name now, for records of earlier runs."""
+"""Earlier name of a metric that is read here -> its name now, for records of earlier runs."""
 
 
 class InvalidRunDir(Exception):
@@ -266,16 +242,7 @@ def sample_files(run_dir: Path, folder: str) -> list[Path]:
 
 def _record(line: bytes) -> Record:
     """With the names that its metrics have now."""
-    return {current_name(name): value for name, value in msgspec.json.decode(line, type=dict).items()}
-
-
-def current_name(metric: str) -> str:
-    """Of a metric of a record of any age."""
-    base, suffix = (metric[:-4], "_max") if metric.endswith("_max") else (metric, "")
-    if base in RENAMED:
-        return RENAMED[base] + suffix
-    family, _, member = metric.rpartition("/")
-    return f"{RENAMED[family]}/{member}" if family in RENAMED else metric
+    return {RENAMED.get(name, name): value for name, value in msgspec.json.decode(line, type=dict).items()}
 
 
 def _has_ended(run_dir: Path, lines: Sequence[StepLine]) -> bool:

@@ -16,7 +16,6 @@ from trainer.config.schema import RunConfig, TelemetryConfig
 from trainer.telemetry.run_dir import open_run_dir
 from trainer.telemetry.session import cut_records, set_records_aside
 from trainer.telemetry.sinks import JsonlSink, MetricWriter, TensorBoardSink, build_writer, truncate_after
-from trainer.tools.run_records import RENAMED, current_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -198,12 +197,3 @@ def test_every_metric_has_one_full_row_also_of_a_family_and_an_evaluation_set() 
         assert found is not None and found.name == row
     assert find_row("reward/meen") is None
     assert all(map(all, METRICS))
-
-
-def test_records_of_earlier_runs_are_read_under_todays_names() -> None:
-    assert all(find_row(old) is None for old in RENAMED)
-    assert all(find_row(new) is not None or find_row(f"{new}/any") is not None for new in RENAMED.values())
-    earlier = {"wait/learner_for_data_s": 1.0, "queue/for_engine_s_max": 2.0, "response/untrained/tied": 3, "loss": 4}
-    today = {"time/wait_for_batch_s": 1.0, "queue/engine_slot_s_max": 2.0, "response/excluded/tied": 3, "loss": 4}
-    assert {current_name(name): value for name, value in earlier.items()} == today
-    assert [current_name(name) for name in today] == [*today]
