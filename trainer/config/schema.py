@@ -523,8 +523,8 @@ class WeightSyncConfig:
     """`staged` pulls during generation and pauses it for a local copy; `inplace` pulls while generation is paused and
     needs no memory; `auto` takes `staged` when the staging buffer fits."""
     num_slots: Annotated[Int, Ge(1), Le(4)] = 2
-    """Arena slots per learner rank. With 1, the pack of a version waits, at most `timeout_s`, until the replicas are live
-    with the version before, or frozen. It costs time but cannot deadlock, because no commit waits for a pack."""
+    """Arena slots per learner rank. With 1, the pack of a version waits, at most `timeout_s`, until the replicas are
+    live with the version before, or frozen. It costs time but cannot deadlock, because no commit waits for a pack."""
     timeout_s: PositiveFloat = 120.0
     """Deadline of one sync, shared by all parties."""
     verify: Bool = True
