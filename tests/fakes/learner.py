@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -59,7 +61,14 @@ KINDS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **TINY, head_dim=8, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[1]
     ),
-}
+    "gemma2": lambda: Gemma2Config(
+        **TINY, head_dim=8, query_pre_attn_scalar=8, sliding_window=5, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **TINY, head_dim=8, sliding_window=5, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0
+    ),
+}  # fmt: skip
 
 
 def save_tiny(directory: Path, kind: str = "qwen2", *, seed: int = 0) -> Path:

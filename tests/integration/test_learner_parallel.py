@@ -65,15 +65,17 @@ JOBS: dict[str, dict[str, Any]] = {
     "shared critic": {"critic": {"shared_backbone": True}, "kl": {"coef": 0.3, "apply_to": "loss"}},
     "grpo, KL in the reward": {"advantage_estimator": "grpo", "kl": IN_REWARD},
     "sliding window": {"advantage_estimator": "grpo"},
+    "attention sinks": {"advantage_estimator": "grpo"},
     "adapters": {"advantage_estimator": "grpo", "kl": {"coef": 0.3, "apply_to": "loss"}},
 }  # fmt: skip
+MODELS = {"sliding window": "mistral", "attention sinks": "gpt_oss"}
 RESUMED = "critic, KL in the reward"
 JOBS_OF = {
     "2 replicas of 2 shards": [RESUMED, "adapters"],
     "4 replicas": [RESUMED],
     "2 micro-batches of 2 ranks": [*JOBS],
     "one micro-batch, more ranks than key-value heads": ["gspo", RESUMED, "sliding window"],
-    "2 shards of each half of the matrices": [job for job in JOBS if job != "adapters"],
+    "2 shards of each half of the matrices": [job for job in JOBS if job not in ("adapters", "attention sinks")],
     "2 replicas of two halves": [RESUMED, "sliding window"],
     "halves, of which the cheap is recomputed": [RESUMED],
 }
@@ -83,7 +85,7 @@ STEPS = 2
 
 
 def _config(directory: Path, job: str, **learner: Any) -> RunConfig:
-    cfg = config(directory / ("mistral" if job == "sliding window" else "qwen3"), **JOBS[job])
+    cfg = config(directory / MODELS.get(job, "qwen3"), **JOBS[job])
     if job == "adapters":
         cfg = with_lora(cfg)
     # A norm that is clipped to: it must count every shard once.
@@ -164,8 +166,8 @@ def _after(layout: str, path: Path, directory: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("parallel")
-    save_tiny(path / "qwen3", "qwen3")
-    save_tiny(path / "mistral", "mistral")
+    for kind in ("qwen3", *MODELS.values()):
+        save_tiny(path / kind, kind)
     return path
 
 

@@ -1,14 +1,15 @@
 """Attention over packed sequences: which kernel computes it, and where the sequences of a row begin and end.
 
-Sequences are packed end to end in one row of `T` tokens; no token may see another sequence. Two ways to compute it:
-`VarlenLayout` hands the boundaries to torch's variable-length kernel; `PaddedLayout` works on every device: it gathers
-sequences of similar length into dense blocks, so that hundreds of short sequences cost a handful of kernel calls.
+Sequences are packed end to end in one row of `T` tokens; no token may see another sequence. Three ways to compute it:
+`VarlenLayout` hands the boundaries to torch's variable-length kernel, which knows plain scores only; `FlexLayout`
+compiles a kernel for boundaries, soft-capping and sinks; `PaddedLayout` works on every device: it gathers sequences of
+similar length into dense blocks, so that hundreds of short sequences cost a handful of kernel calls.
 
 Sequences may share their first tokens, which the row then holds once. Their keys and values are repeated for every
 sequence, and the gradients of those are summed.
 
-Shape legend: `T` tokens of the packed row, `K` keys, `N` sequences (in a block: of the block), `L` padded length of a
-block, `H` heads, `D` head size.
+Shape legend: `T` tokens of the packed row, `B` blocks of it, `K` keys, `N` sequences (in a block: of the block), `L`
+padded length of a block, `H` heads, `D` head size.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import inspect
 import logging
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,20 +34,38 @@ log = logging.getLogger(__name__)
 ATTENTION_NAME = "tandem_packed"
 """Name of our function in transformers' attention interface."""
 
+FLEX_BLOCK = 128
+"""Tokens of a block of the row that a kernel of FlexAttention computes, or leaves out, at once."""
 SHORTEST_BLOCK = 16
 BLOCK_GROWTH = 1.25
 """A block holds lengths in (L / 1.25, L], or all up to 16: padding costs little, kernel calls cost much."""
+
+
+class Scores(NamedTuple):
+    """How products of queries and keys become weights, in this order."""
+
+    scale: float
+    """Of the products."""
+    softcap: float | None = None
+    """x -> softcap * tanh(x / softcap)"""
+    window: int | None = None
+    """A token sees itself and the `window - 1` tokens before it; None means all before it."""
+    sinks_H: Tensor | None = None
+    """One more score in every softmax, of which nothing is read (Xiao et al. 2023, arXiv:2309.17453)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every kernel can compute them."""
+        return self.softcap is None and self.sinks_H is None
 
 
 class PackedLayout(Protocol):
     """Where the sequences of a packed row begin and end, as one kernel needs it. Not a tuple, which torch.compile would
     look into: it would compile again for every number of blocks."""
 
-    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """Causal attention inside each sequence; keys may have fewer heads (GQA). [T, H, D] in the dtype of `q_THD`.
-
-        A token sees itself and the `window - 1` tokens before it; None means all before it.
-        """
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, how: Scores) -> Tensor:
+        """Causal attention inside each sequence; keys may have fewer heads (GQA). [T, H, D] in the dtype of
+        `q_THD`."""
         ...
 
 
@@ -146,7 +165,7 @@ class VarlenLayout:
     asks_for_gqa: bool = False
     """It must be told that there are fewer. Can go when torch 2.12 is the oldest we support: then it must always."""
 
-    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, how: Scores) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         kwargs: dict[str, Any] = {}
@@ -157,13 +176,13 @@ class VarlenLayout:
             elif self.asks_for_gqa:
                 kwargs["enable_gqa"] = True
         # (-1, 0): everything to the left, nothing to the right. The kernel's left side does not count the token itself.
-        kwargs["window_size"] = (-1 if window is None else window - 1, 0)
+        kwargs["window_size"] = (-1 if how.window is None else how.window - 1, 0)
         # Of fewer queries than keys, the kernel takes the last query to see the last key.
         bounds = (self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
         if (shared := self.shared) is not None:
             k_THD, v_THD = (shared.gather(x) for x in (k_THD, v_THD))
             bounds = (self.cu_seqlens, shared.cu_seqlens, self.max_seqlen, shared.max_seqlen)
-        out = varlen_attn(q_THD, k_THD, v_THD, *bounds, scale=scale, **kwargs)
+        out = varlen_attn(q_THD, k_THD, v_THD, *bounds, scale=how.scale, **kwargs)
         assert isinstance(out, Tensor)  # a tuple only with return_aux
         return out
 
@@ -183,7 +202,7 @@ class Block:
     is_shared: bool = False
     """Whether some of these are in several sequences."""
 
-    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, how: Scores) -> Tensor:
         """[N*L, H, D]: output at every place of the block."""
         q_NHLD, k_NHLD, v_NHLD = (
             _Gather.apply(x, self.token_index, self.place_index, self.packed_index, self.is_shared)
@@ -192,19 +211,22 @@ class Block:
             for x in (q_THD, k_THD, v_THD)
         )
         mask = None
-        if window is not None and window < self.length:
+        if not how.is_plain or (how.window is not None and how.window < self.length):
             distance = torch.arange(self.length, device=q_THD.device)
             distance = distance[:, None] - distance[None, :]
-            mask = (distance >= 0) & (distance < window)
-        out_NHLD = scaled_dot_product_attention(
-            q_NHLD,
-            k_NHLD,
-            v_NHLD,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=q_NHLD.shape[1] != k_NHLD.shape[1],
-        )
+            mask = (distance >= 0) & (distance < (self.length if how.window is None else how.window))
+        if mask is not None and not how.is_plain:
+            out_NHLD = _plain_attention(q_NHLD, k_NHLD, v_NHLD, mask, how)
+        else:
+            out_NHLD = scaled_dot_product_attention(
+                q_NHLD,
+                k_NHLD,
+                v_NHLD,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=how.scale,
+                enable_gqa=q_NHLD.shape[1] != k_NHLD.shape[1],
+            )
         return out_NHLD.transpose(1, 2).reshape(self.num_seqs * self.length, *q_THD.shape[1:])
 
 
@@ -216,17 +238,29 @@ class PaddedLayout:
     restore_index: Tensor
     """int64[T]: place of packed token t in the concatenation of all blocks."""
 
-    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
-        return _attend_blocks(self, q_THD, k_THD, v_THD, scale=scale, window=window)  # pyright: ignore[reportCallIssue]
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, how: Scores) -> Tensor:
+        return _attend_blocks(self, q_THD, k_THD, v_THD, how)  # pyright: ignore[reportCallIssue]
 
 
 @torch.compiler.disable  # the number and shapes of blocks differ in every micro-batch
-def _attend_blocks(
-    layout: PaddedLayout, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
-) -> Tensor:
-    outputs = [block.attend(q_THD, k_THD, v_THD, scale=scale, window=window) for block in layout.blocks]
+def _attend_blocks(layout: PaddedLayout, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, how: Scores) -> Tensor:
+    outputs = [block.attend(q_THD, k_THD, v_THD, how) for block in layout.blocks]
     flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return _Gather.apply(flat, layout.restore_index, None, layout.restore_index, False)  # pyright: ignore[reportReturnType]
+
+
+def _plain_attention(q_NHLD: Tensor, k_NHLD: Tensor, v_NHLD: Tensor, mask_LL: Tensor, how: Scores) -> Tensor:
+    """Scores in float32, which are in memory: of a block's sequences only."""
+    wide, repeats = torch.promote_types(q_NHLD.dtype, torch.float32), q_NHLD.shape[1] // k_NHLD.shape[1]
+    k_NHLD, v_NHLD = (x.repeat_interleave(repeats, dim=1) for x in (k_NHLD, v_NHLD))
+    scores_NHLL = (q_NHLD @ k_NHLD.transpose(2, 3)).to(wide) * how.scale
+    if how.softcap is not None:
+        scores_NHLL = how.softcap * torch.tanh(scores_NHLL / how.softcap)
+    scores_NHLL = scores_NHLL.masked_fill(~mask_LL, -math.inf)
+    total_NHL1 = scores_NHLL.logsumexp(-1, keepdim=True)
+    if how.sinks_H is not None:
+        total_NHL1 = torch.logaddexp(total_NHL1, how.sinks_H.to(wide)[:, None, None])
+    return (scores_NHLL - total_NHL1).exp().to(v_NHLD.dtype) @ v_NHLD
 
 
 class _Gather(torch.autograd.Function):
@@ -258,12 +292,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of transformers' interface: [1, H, T, D] in, [1, T, H, D] out. The layout is the keyword
     `packed` of the call of the model. Raises ModelError if the model asks for something this function does not compute
-    (its own mask, soft-capping, attention sinks, a position bias, values of another size than keys), or is called
-    without a layout."""
+    (its own mask, a position bias, values of another size than keys), or is called without a layout."""
     kind, layout = type(module).__name__, kwargs.get("packed")
     if layout is None:
         raise ModelError(f"{kind} was not given packed=<layout>, or its model does not hand it on; use {TESTED}")
-    asked = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    asked = [name for name in ("position_bias",) if kwargs.get(name) is not None]
     if attention_mask is not None:
         asked.append("attention_mask")
     if value.shape[-1] != query.shape[-1]:
@@ -275,7 +308,8 @@ def packed_attention(
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out_THD = layout.attend(q_THD, k_THD, v_THD, scale=scale, window=kwargs.get("sliding_window"))
+    how = Scores(scale, kwargs.get("softcap"), kwargs.get("sliding_window"), kwargs.get("s_aux"))
+    out_THD = layout.attend(q_THD, k_THD, v_THD, how)
     return out_THD.unsqueeze(0), None
 
 
@@ -303,14 +337,126 @@ def _asks_for_gqa() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-KERNELS = (
+class FlexLayout:
+    """For torch's FlexAttention (He et al. 2024, arXiv:2412.05496). What a token sees follows from arrays over the row,
+    where every token of a shared prefix is once; blocks of the row that see nothing of each other are left out."""
+
+    def __init__(self, cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None) -> None:
+        """As `LayoutFn`."""
+        starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens)
+        rows = np.arange(cu_seqlens[-1]) if rows is None else rows
+        own, _ = own_places(rows)
+        owner_T = np.repeat(np.arange(len(lengths)), lengths)[own]
+        position_T = own - starts[owner_T]
+        prefix_N = position_T[np.unique(owner_T, return_index=True)[1]]  # where a sequence's own tokens begin
+        first_N = owner_T[rows[starts]]
+        arrays = np.stack([owner_T, position_T, first_N[owner_T], prefix_N[owner_T]])
+        padding = -len(own) % FLEX_BLOCK
+        self._arrays_4B = np.pad(arrays, ((0, 0), (0, padding)), mode="edge").reshape(4, -1, FLEX_BLOCK)
+        self._num_tokens, self._device = len(own), device
+        self._row_T = to_device(self._arrays_4B.reshape(4, -1).astype(np.int32), device)
+        self._masks: dict[int, Any] = {}
+
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, how: Scores) -> Tensor:
+        return _attend_flex(self, q_THD, k_THD, v_THD, how)  # pyright: ignore[reportCallIssue]
+
+    def mask(self, window: int | None) -> Any:
+        """A BlockMask, made once."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        reach = self._num_tokens if window is None else window
+        if reach not in self._masks:
+            owner, position, first, prefix = self._row_T.unbind()
+            too_far = position - reach
+
+            def is_seen(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                is_shared = (owner[k] == first[q]) & (position[k] < prefix[q])
+                is_near = (position[k] <= position[q]) & (position[k] > too_far[q])
+                return ((owner[k] == owner[q]) | is_shared) & is_near
+
+            found_QK = self.seen_blocks(reach)
+            counts, order = found_QK.sum(1), np.argsort(~found_QK, axis=1, kind="stable")
+            blocks = (to_device(one.astype(np.int32), self._device)[None, None] for one in (counts, order))
+            sizes = (self._num_tokens, self._num_tokens)
+            self._masks[reach] = BlockMask.from_kv_blocks(
+                *blocks, BLOCK_SIZE=FLEX_BLOCK, mask_mod=is_seen, seq_lengths=sizes
+            )
+        return self._masks[reach]
+
+    def seen_blocks(self, reach: int) -> np.ndarray:
+        """bool[Q, K]: whether a token of block q may see one of block k, at most `reach - 1` tokens before it."""
+        (owner_lo, position_lo, first_lo, _), (owner_hi, position_hi, first_hi, prefix_hi) = (
+            function(self._arrays_4B, axis=2) for function in (np.min, np.max)
+        )
+        is_own = (owner_lo <= owner_hi[:, None]) & (owner_hi >= owner_lo[:, None])
+        of_first = (owner_lo <= first_hi[:, None]) & (owner_hi >= first_lo[:, None])
+        is_near = position_lo[:, None] - position_hi < reach
+        return np.tril((is_own | (of_first & (position_lo < prefix_hi[:, None]))) & is_near)
+
+
+@torch.compiler.disable  # the mask differs in every micro-batch; the kernel is compiled by itself
+def _attend_flex(layout: FlexLayout, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, how: Scores) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    # By head, since torch compiles numbers as constants, and a second one badly.
+    wide, cap = torch.promote_types(q_THD.dtype, torch.float32), 1.0 if how.softcap is None else how.softcap
+    scale_H, cap_H = (q_THD.new_full((q_THD.shape[1],), value, dtype=wide) for value in (how.scale / cap, cap))
+
+    def scaled(score: Tensor, _batch: Tensor, head: Tensor, *_: Tensor) -> Tensor:
+        return score * scale_H[head]
+
+    def capped(score: Tensor, _batch: Tensor, head: Tensor, *_: Tensor) -> Tensor:
+        return cap_H[head] * torch.tanh(score * scale_H[head])
+
+    q_1HTD, k_1HTD, v_1HTD = (x.transpose(0, 1).unsqueeze(0) for x in (q_THD, k_THD, v_THD))
+    for x in (q_1HTD, k_1HTD, v_1HTD):
+        torch._dynamo.mark_static(x, [0, 1, 3])  # or a second model would make heads and their size dynamic, too
+    out_1HTD, aux = _flex_attention(q_THD.device.type != "cpu")(
+        q_1HTD,
+        k_1HTD,
+        v_1HTD,
+        score_mod=scaled if how.softcap is None else capped,
+        block_mask=layout.mask(how.window),
+        scale=1.0,
+        enable_gqa=q_THD.shape[1] != k_THD.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    out_THD = out_1HTD.squeeze(0).transpose(0, 1)
+    if how.sinks_H is None:
+        return out_THD
+    shares_TH1 = torch.sigmoid(aux.lse.squeeze(0).T - how.sinks_H.float()).unsqueeze(-1)
+    return (out_THD * shares_TH1).to(out_THD.dtype)
+
+
+@functools.cache
+def _flex_attention(compiled: bool) -> Any:
+    """On a CPU torch compiles no backward of it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if compiled else flex_attention
+
+
+@dataclass(frozen=True, slots=True)
+class FlexKernel:
+    """A `LayoutFn` for FlexAttention."""
+
+    name: str = "FlexAttention"
+    refused: tuple[str, ...] = ()
+    shares_prefix: bool = True
+
+    def __call__(self, cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> FlexLayout:
+        return FlexLayout(cu_seqlens, device, rows)
+
+
+KERNELS: tuple[VarlenKernel | FlexKernel, ...] = (
     VarlenKernel("FlashAttention 3", "FA3"),
     VarlenKernel("FlashAttention 4", "FA4"),
     VarlenKernel("torch's variable-length kernel"),
     VarlenKernel("torch's variable-length kernel, keys and values repeated for every query head", repeats_kv=True),
+    FlexKernel(),
 )
-"""In the order they are tried. That of vLLM is none of them, since it has no backward, nor is the package flash_attn,
-which has the kernel that torch has."""
+"""In the order they are tried; only the last knows scores that are not plain. That of vLLM is none of them, since it
+has no backward, nor is the package flash_attn, which has the kernel that torch has."""
 KERNEL_TOLERANCE = 0.02
 """Of a result and a gradient in half precision, relative to their norms."""
 
@@ -328,13 +474,14 @@ class PaddedKernel:
 
 
 @functools.cache
-def best_layout(device: torch.device, dtype: torch.dtype, *, head_dim: int) -> LayoutFn:
-    """The first of `KERNELS` that works for a model of this compute dtype, else padded blocks, with one warning per
-    process; without one on CPU, where that is normal. Raises torch.OutOfMemoryError if a kernel could not be tried."""
+def best_layout(device: torch.device, dtype: torch.dtype, *, head_dim: int, is_plain: bool = True) -> LayoutFn:
+    """The first of `KERNELS` that works for a model of this compute dtype, whose scores are plain or not, else padded
+    blocks, with one warning per process; without one on CPU, where that is normal. Raises torch.OutOfMemoryError if a
+    kernel could not be tried."""
     if device.type == "cpu":
         return PaddedKernel()
     refused: list[str] = []
-    for kernel in KERNELS:
+    for kernel in KERNELS if is_plain else KERNELS[-1:]:
         reason = why_not(kernel, device, dtype, head_dim=head_dim)
         if reason is None:
             return replace(kernel, refused=tuple(refused))
@@ -352,15 +499,21 @@ def attention_name(layout: LayoutFn) -> str:
     return "; not ".join([layout.name, *layout.refused])
 
 
-def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype, *, head_dim: int) -> str | None:
+def why_not(
+    kernel: VarlenKernel | FlexKernel, device: torch.device, dtype: torch.dtype, *, head_dim: int
+) -> str | None:
     """Why a kernel does not work here; None if it does: it stays active then. It computes two short sequences that
     share a prompt, with grouped heads, forward and backward, and must give what plain operations do."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        return "half precision only"
+    flash_impl = None
+    if isinstance(kernel, VarlenKernel):
+        flash_impl = kernel.flash_impl
+        if dtype not in (torch.float16, torch.bfloat16):
+            return "half precision only"
     try:
-        if kernel.flash_impl is not None:
-            _activate(kernel.flash_impl)
-        worst = _largest_error(kernel, device, dtype, head_dim)
+        if flash_impl is not None:
+            _activate(flash_impl)
+        with torch._dynamo.config.patch(suppress_errors=False):  # or what is not compiled would count as working
+            worst = _largest_error(kernel, device, dtype, head_dim)
     except torch.OutOfMemoryError:  # says nothing about the kernel
         raise
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -369,7 +522,7 @@ def why_not(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype, *, h
         if worst <= KERNEL_TOLERANCE:
             return None
         reason = f"its result is off by {worst:.2g} of its norm"
-    if kernel.flash_impl is not None:
+    if flash_impl is not None:
         _activate(None)
     return reason
 
@@ -388,17 +541,20 @@ def _activate(impl: str | None) -> None:
         attention.restore_flash_attention_impl()
 
 
-def _largest_error(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+def _largest_error(kernel: VarlenKernel | FlexKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
     """Of output and gradients, relative to their norms; infinite if one is not finite."""
     cu_seqlens = np.array([0, 5, 11])
     rows = packed_rows(cu_seqlens, np.array([0, 3]))
     generator = torch.Generator().manual_seed(0)
     found: list[tuple[Tensor, ...]] = []
     drawn = [torch.randn(8, heads, head_dim, generator=generator) for heads in (4, 2, 2, 4)]
+    how = Scores(head_dim**-0.5)
+    if isinstance(kernel, FlexKernel):
+        how = how._replace(softcap=1.0, window=4, sinks_H=torch.tensor([-1.0, 0.0, 0.5, 1.0], device=device))
     for layout, kind in ((kernel, dtype), (padded_layout, torch.float32)):
         *inputs, grad = (x.to(device=device, dtype=dtype).to(kind) for x in drawn)
         q, k, v = (x.requires_grad_() for x in inputs)
-        out = layout(cu_seqlens, device, rows).attend(q, k, v, scale=head_dim**-0.5, window=None)
+        out = layout(cu_seqlens, device, rows).attend(q, k, v, how)
         found.append((out.detach(), *torch.autograd.grad(out, (q, k, v), grad)))
     errors = [((got.float() - exact).norm() / exact.norm()).item() for got, exact in zip(*found, strict=True)]
     return max(math.inf if math.isnan(error) else error for error in errors)

@@ -39,6 +39,8 @@ class Head(NamedTuple):
     before the softmax (a logit between 16 and 32 to 1/8), as an engine does that computes its logits in it."""
     compiled: bool = False
     """Fuse what follows a product into two kernels (torch.compile)."""
+    softcap: float | None = None
+    """x -> softcap * tanh(x / softcap) of every logit, before temperature."""
 
 
 def selected_logprobs(hidden_LE: Tensor, weight_VE: Tensor, target_L: Tensor, head: Head) -> tuple[Tensor, Tensor]:
@@ -89,8 +91,11 @@ class _SelectedLogprobs(torch.autograd.Function):
             rows_SE = weight_VE[start : start + width]
             logits_LS = _logits(hidden_LE, rows_SE, head)
             grad_logits = _fused(_grad_logits, logits_LS, head)
+            slope_LS = None if head.softcap is None else 1 - (logits_LS * (head.temperature / head.softcap)).square_()
             grad_LS = grad_logits(logits_LS, target_L - start, lse_L, rows_SE.dtype, *scales, *entropy)
             del logits_LS  # may be the same memory
+            if slope_LS is not None:
+                grad_LS = (grad_LS * slope_LS).to(grad_LS.dtype)
             _add_product(grad_hidden_LE, grad_LS, rows_SE)
             if grad_weight_VE is not None:
                 torch.mm(grad_LS.T, hidden_LE, out=grad_weight_VE[start : start + width])
@@ -167,6 +172,8 @@ def _logits(hidden_CE: Tensor, weight_SE: Tensor, head: Head) -> Tensor:
         logits_CS = torch.mm(hidden_CE, weight_SE.T, out_dtype=wide)
     else:
         logits_CS = hidden_CE.to(wide) @ weight_SE.to(wide).T
+    if head.softcap is not None:
+        logits_CS = logits_CS.div_(head.softcap).tanh_().mul_(head.softcap)
     return logits_CS if head.temperature == 1.0 else logits_CS.div_(head.temperature)
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from trainer.config.schema import model_paths
 from trainer.errors import TESTED, ModelError
-from trainer.learner.attention import ATTENTION_NAME, best_layout, register_packed_attention
+from trainer.learner.attention import ATTENTION_NAME, Scores, best_layout, register_packed_attention
 from trainer.learner.flops import head_dim
 from trainer.learner.fsdp import (
     UNSHARDED_SHARE,
@@ -52,8 +52,10 @@ if TYPE_CHECKING:
     from trainer.learner.parallel import ContextGroup, ParallelContext
 
 
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling")
+LOGIT_TRANSFORMS = ("logits_soft_cap", "logit_scale", "logits_scaling")
 """Config fields of models that do more than one matrix product after the last hidden state."""
+SOFTCAP = "final_logit_softcapping"
+"""That of those which we do compute."""
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 """Of `config.layer_types`: what reaches our attention function with all that it does. Convolutions, recurrences and
 chunked or sparse attention would mix packed sequences."""
@@ -85,10 +87,11 @@ def load_config(model: ModelConfig, directory: Path) -> PreTrainedConfig:
     return config
 
 
-def check_packed(config: PreTrainedConfig, directory: Path, cfg: RunConfig) -> None:
-    """Build the model of a config without memory, and run it packed once: its shapes and its calls, no numbers. Raises
-    ModelError if it cannot be built, does more than we compute, has a block without our attention function, or cannot
-    be divided by `learner.tensor_parallel_size`."""
+def check_packed(config: PreTrainedConfig, directory: Path, cfg: RunConfig) -> bool:
+    """Build the model of a config without memory, and run it packed once: its shapes and its calls, no numbers. Returns
+    whether the scores of its attention are plain in every block. Raises ModelError if it cannot be built, does more
+    than we compute, has a block without our attention function, or cannot be divided by
+    `learner.tensor_parallel_size`."""
     register_packed_attention()
     try:
         with torch.device("meta"):
@@ -107,7 +110,7 @@ def check_packed(config: PreTrainedConfig, directory: Path, cfg: RunConfig) -> N
     if cfg.learner.tensor_parallel_size > 1:
         check_divisible(hf, blocks, cfg.learner)
     hf.set_attn_implementation(ATTENTION_NAME)  # only then, since a class that knows no other than its own breaks
-    _run_once(hf, blocks)
+    return _run_once(hf, blocks)
 
 
 def check_architecture(hf: PreTrainedModel) -> nn.ModuleList:
@@ -179,14 +182,17 @@ class _Trace:
     def __init__(self) -> None:
         self.block = -1  # the one that runs
         self.attended: set[int] = set()
+        self.is_plain = True
 
-    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, how: Scores) -> Tensor:
         self.attended.add(self.block)
+        self.is_plain &= how.is_plain
         return torch.empty_like(q_THD)
 
 
-def _run_once(hf: PreTrainedModel, blocks: nn.ModuleList) -> None:
-    """Raises ModelError if `hf`, which is on the meta device and is not used again, does not run packed."""
+def _run_once(hf: PreTrainedModel, blocks: nn.ModuleList) -> bool:
+    """Whether all scores are plain. Raises ModelError if `hf`, which is on the meta device and is not used again, does
+    not run packed."""
     name, trace = type(hf).__name__, _Trace()
     for index, block in enumerate(blocks):
         block.register_forward_pre_hook(lambda *_, index=index: setattr(trace, "block", index))
@@ -203,6 +209,7 @@ def _run_once(hf: PreTrainedModel, blocks: nn.ModuleList) -> None:
             f"{name} has {len(missing)} of {len(blocks)} blocks without attention (the first is {missing[0]}), and "
             f"packed sequences would see each other in them; use {TESTED}"
         )
+    return trace.is_plain
 
 
 class PolicyOutput(NamedTuple):
@@ -243,6 +250,7 @@ class PolicyModel(RootModel):
             entropy_has_grad=cfg.algorithm.entropy_coef > 0,
             float32=cfg.learner.fp32_head is not False,
             compiled=compiles(cfg, device),
+            softcap=getattr(hf.config.get_text_config(), SOFTCAP, None),
         )
 
     def forward(self, inputs: PackedInputs) -> PolicyOutput:
@@ -280,6 +288,8 @@ class MetaModel(NamedTuple):
     """Where config, tokenizer and (if any) weights come from."""
     is_random_init: bool
     """Its weights are drawn from the seed."""
+    is_plain: bool
+    """Its attention is: see `Scores`."""
 
 
 class BuiltPolicy(NamedTuple):
@@ -335,7 +345,7 @@ def meta_model(path: str, cfg: RunConfig, *, dtype: str = "float32") -> MetaMode
     attention. Raises as `build_policy`."""
     source_dir = resolve_model_dir(path, key=next(key for key, named in model_paths(cfg).items() if named == path))
     config = load_config(cfg.model, source_dir)
-    check_packed(config, source_dir, cfg)
+    is_plain = check_packed(config, source_dir, cfg)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(
             config,
@@ -345,7 +355,7 @@ def meta_model(path: str, cfg: RunConfig, *, dtype: str = "float32") -> MetaMode
         )
     for param in hf.parameters():  # not as transformers does it, which takes buffers along
         param.data = param.data.to(getattr(torch, dtype))
-    return MetaModel(hf, check_architecture(hf), source_dir, is_random_init(cfg.model, path))
+    return MetaModel(hf, check_architecture(hf), source_dir, is_random_init(cfg.model, path), is_plain)
 
 
 def shard_and_load(
@@ -387,7 +397,7 @@ def shard_and_load(
     for head in heads:
         head.reset()
     disable_dropout(hf)
-    return best_layout(context.device, compute_dtype, head_dim=head_dim(hf.config))
+    return best_layout(context.device, compute_dtype, head_dim=head_dim(hf.config), is_plain=meta.is_plain)
 
 
 def hidden_size(hf: PreTrainedModel) -> int:

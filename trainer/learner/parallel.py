@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainer.config.schema import LearnerConfig
-    from trainer.learner.attention import PackedLayout
+    from trainer.learner.attention import PackedLayout, Scores
     from weight_sync.device.base import Backend
 
 
@@ -144,15 +144,13 @@ class UlyssesLayout:
     whole: PackedLayout
     context: ContextGroup
 
-    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(self, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, how: Scores) -> Tensor:
         """Of the slice. Collective. Raises ModelError if the heads cannot be divided."""
-        return _attend_divided(self, q_THD, k_THD, v_THD, scale=scale, window=window)  # pyright: ignore[reportCallIssue]
+        return _attend_divided(self, q_THD, k_THD, v_THD, how)  # pyright: ignore[reportCallIssue]
 
 
 @torch.compiler.disable  # collectives
-def _attend_divided(
-    layout: UlyssesLayout, q_SHD: Tensor, k_SHD: Tensor, v_SHD: Tensor, *, scale: float, window: int | None
-) -> Tensor:
+def _attend_divided(layout: UlyssesLayout, q_SHD: Tensor, k_SHD: Tensor, v_SHD: Tensor, how: Scores) -> Tensor:
     size, num_heads, num_kv_heads = layout.context.size, q_SHD.shape[1], k_SHD.shape[1]
     if num_heads % size or (num_kv_heads % size and size % num_kv_heads):
         raise ModelError(
@@ -165,7 +163,9 @@ def _attend_divided(
     # [C, S, heads of one rank, D]: all three in one exchange
     sent = torch.cat([x.unflatten(1, (size, -1)).transpose(0, 1) for x in (q_SHD, k_SHD, v_SHD)], dim=2)
     q_THD, k_THD, v_THD = _exchange(sent, layout.context).flatten(0, 1).split(widths, dim=1)
-    out_THD = layout.whole.attend(q_THD, k_THD, v_THD, scale=scale, window=window)
+    if how.sinks_H is not None:
+        how = how._replace(sinks_H=how.sinks_H.unflatten(0, (size, -1))[layout.context.rank])
+    out_THD = layout.whole.attend(q_THD, k_THD, v_THD, how)
     return _exchange(out_THD.unflatten(0, (size, -1)), layout.context).transpose(0, 1).flatten(1, 2)
 
 

@@ -255,12 +255,10 @@ def saved(directory: Path, kind: str, **fields: Any) -> RunConfig:
     ("kind", "fields", "words"),
     [
         ("gpt2", {}, "no decoder blocks"),
-        ("gemma2", {"head_dim": 8}, r"final_logit_softcapping=30\.0"),
         ("lfm2", {"layer_types": ["conv", "full_attention"], "intermediate_size": 64}, "layers of type conv"),
         ("minimax", {"num_local_experts": 4}, "layers of type linear_attention"),
         ("recurrent_gemma", {}, r"logits_soft_cap=30\.0"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "type dynamic"),
-        ("gpt_oss", {"num_local_experts": 4}, "GptOssAttention uses attention with s_aux"),
         ("nemotron", {}, "NemotronAttention was not given packed=<layout>"),
         ("doge", {}, "attention_mask"),
         ("deepseek_v3", MLA, "values of size 8 and keys of size 16"),
@@ -273,6 +271,20 @@ def test_models_that_cannot_run_packed_are_refused_by_their_config_alone(
     model_config(kind, **fields).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"{words}.*use Qwen2, Qwen3, Qwen3-MoE, Llama or Mistral"):
         check_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_capped_scores_and_logits_and_attention_sinks_are_those_of_the_model(kind: str, tmp_path: Path) -> None:
+    learner, parts = make_learner(run_config(save_tiny(tmp_path, kind))), sequences(5)
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+    found = np.split(logprobs(learner, pack(parts)), np.cumsum([len(part.token_ids) for part in parts])[:-1])
+    for part, got in zip(parts, found, strict=True):
+        ids = torch.from_numpy(part.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logprobs_TV = torch.log_softmax(hf(ids[None]).logits[0] / 0.8, dim=-1)
+        expected = logprobs_TV[:-1].gather(1, ids[1:, None]).squeeze(1).numpy()
+        mask = part.loss_mask[1:]
+        np.testing.assert_allclose(got[1:][mask], expected[mask], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
