@@ -1,10 +1,11 @@
-"""Rewards of the recipes, for `task.reward.name=scripts/recipes/rewards.py:NAME`."""
+"""Rewards of the recipes, for `task.reward.name=scripts/recipes/rewards.py:NAME`, and a tool for `task.agent_args`."""
 
 from __future__ import annotations
 
 import re
 
 NUMBER = re.compile(r"-?\d+")
+PRODUCT = re.compile(r"\s*(-?\d{1,9})\s*\*\s*(-?\d{1,9})\s*")
 
 
 def last_integer(*, prompt: str, response: str, answer: str, metadata: dict[str, object]) -> float:
@@ -12,3 +13,15 @@ def last_integer(*, prompt: str, response: str, answer: str, metadata: dict[str,
     del prompt, metadata
     found = NUMBER.findall(response.replace(",", ""))
     return float(bool(found) and int(found[-1]) == int(answer))
+
+
+def calculator(expression: str) -> int:
+    """The product of two integers.
+
+    Args:
+        expression: such as 12 * 34
+    """
+    found = PRODUCT.fullmatch(expression)
+    if found is None:
+        raise ValueError(f"{expression!r} is no product of two integers")
+    return int(found[1]) * int(found[2])

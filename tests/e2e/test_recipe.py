@@ -1,4 +1,4 @@
-"""The recipe of docs/recipes.md in its short form, from the package that holds the model to a rewarded step."""
+"""Recipes of docs/recipes.md in their short form, from the package that holds the model to a rewarded step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,27 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that the recipe needs, in a folder that it may write to."""
     folder = tmp_path_factory.mktemp("recipe")
     shutil.copytree(ROOT / "scripts", folder / "scripts")
-    command = ["bash", "scripts/recipes/smollm2_arithmetic.sh", "trainer.total_steps=1", "trainer.eval_every=0"]
-    arguments = ["run_dir=run", "checkpoint.every_steps=0", "rollout.group_size=8"]
-    env = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run([*command, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=840)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    run("smollm2_arithmetic", folder, "run_dir=run", "rollout.group_size=8")
     return folder
+
+
+def run(recipe: str, folder: Path, *keys: str) -> None:
+    """One step."""
+    command = ["bash", "scripts/recipes/run.sh", recipe, "trainer.total_steps=1", "trainer.eval_every=0", *keys]
+    env = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=840, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_a_policy_that_was_shown_a_calculator_calls_it_and_is_rewarded(checkout: Path) -> None:
+    run("smollm2_calculator", checkout, "run_dir=called", "rollout.max_response_tokens=96")
+    made_of = json.loads((checkout / ".cache/recipes/calculator/warm/warm_up.json").read_text())
+    assert made_of["num_rows"] == 8 and made_of["losses"][0] > 0
+    (line,) = map(json.loads, (checkout / "called" / "metrics.jsonl").read_text().splitlines())
+    assert line["agent/tool_calls_mean"] > 0
+    assert 0 <= line["reward/mean"] <= 1
 
 
 def test_a_step_of_the_real_model_is_rewarded_and_trained(checkout: Path) -> None:
@@ -53,7 +68,7 @@ def test_the_converted_model_knows_what_it_was_taught(checkout: Path) -> None:
 
 def test_no_held_out_question_is_trained(checkout: Path) -> None:
     rows = {
-        name: (checkout / ".cache/recipes/sums" / f"{name}.jsonl").read_text().splitlines()
+        name: (checkout / ".cache/recipes/arithmetic" / f"{name}.jsonl").read_text().splitlines()
         for name in ("train", "eval")
     }
     questions = {name: {json.loads(row)["question"] for row in part} for name, part in rows.items()}
