@@ -444,7 +444,7 @@ class Switchboard:
             WeightSyncError: (its subclass) the worker refused, or the line was hung up.
         """
         if line not in self._lines:
-            raise WeightSyncError(f"there is no line to {line.peer} any more; it must join the epoch again")
+            raise WeightSyncError(f"the line to {line.peer} is closed; it must join the epoch again")
         request_id = next(self._numbers)
         answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
         frame = _frame(self._epoch, self._sender, request_id, request)

@@ -80,14 +80,14 @@ def _own_address(text: str, what: str) -> str:
     except ValueError as error:
         raise ValueError(f"{what} must be an IPv4 or IPv6 address, got {text!r}; names are not resolved") from error
     if address.is_unspecified:
-        raise ValueError(f"{what} must be an address that others can connect to, got {text!r}, which means any")
+        raise ValueError(f"{what} must be an address that others can connect to, got {text!r}, which means any address")
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((str(address), 0))
     except OSError as error:
         raise ValueError(
-            f"{what} is {text!r}, which is no address of this machine ({error.strerror}); set {HOST_VARIABLE} to "
+            f"{what} is {text!r}, which is not an address of this machine ({error.strerror}); set {HOST_VARIABLE} to "
             "one of its own addresses (`ip addr` lists them) or leave it unset"
         ) from error
     return str(address)

@@ -114,7 +114,7 @@ def _checked_address(host: str) -> str:
         raise ValueError(f'host must be "auto" or an IPv4 or IPv6 address, got {host!r}') from error
     if address.is_unspecified:
         raise ValueError(
-            f'host must be an address that agents can connect to, got {host!r}, which means any; use "auto"'
+            f'host must be an address that agents can connect to, got {host!r}, which means any address; use "auto"'
         )
     return str(address)
 

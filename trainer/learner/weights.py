@@ -196,7 +196,7 @@ def load_rows(model: nn.Module, files: dict[str, Path]) -> bool:
     if unread:
         log.warning(
             "%d tensors in %s are not trained, the model that its config.json describes has no place for them: %s; "
-            "look whether config and weights belong together",
+            "check that config and weights belong together",
             len(unread), files[unread[0]].parent, ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else ""),
         )  # fmt: skip
     return True

@@ -129,7 +129,7 @@ def _check(
     ranks_of: Mapping[int, Sequence[int]],
 ) -> None:
     if twice := sorted(name for name, n in Counter(party.name for party in receivers).items() if n > 1):
-        raise ValueError(f"receivers must have names of their own, got {', '.join(twice)} more than once")
+        raise ValueError(f"receivers must have distinct names, got {', '.join(twice)} more than once")
     if silent := sorted(ranks_of.keys() - sources.keys()):
         raise ValueError(f"sources must name every worker index of the receivers, got {sorted(sources)}, not {silent}")
     if unknown := sorted({rank for ranks in ranks_of.values() for rank in ranks} - publishers.keys()):

@@ -159,7 +159,7 @@ def _converted(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) ->
     saved: dict[str, list[SavedTensor]] = {name: [] for name in shapes}
     for name, tensor in converted.items():
         if not isinstance(tensor, LazyTensor):
-            raise PlanMismatch(f"{type(model).__name__} saves {name}, which is no view of any of its parameters")
+            raise PlanMismatch(f"{type(model).__name__} saves {name}, which is not a view of any of its parameters")
         saved[tensor.source.name].append(_located(name, tensor))
     lost = [name for name, parts in saved.items() if sum(prod(p.shape) for p in parts) != prod(shapes[name])]
     if lost:

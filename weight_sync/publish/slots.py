@@ -97,7 +97,7 @@ class SlotTable:
                 if left_s <= 0:
                     raise PullTimeout(
                         f"no free slot for version {version} within {deadline_s:.1f} s: {self._readers()}; raise "
-                        "weight_sync.num_slots or look why the engines are slow"
+                        "weight_sync.num_slots or find out why the engines are slow"
                     )
                 # Pins also end by the clock, which wakes nobody.
                 self._changed.wait(min(deadlines.LOOK_S, left_s))

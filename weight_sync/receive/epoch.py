@@ -213,7 +213,7 @@ class ReceiverEpoch:
                 if clock() >= deadline:
                     raise PullTimeout(
                         f"{self.owner} did not get its probe pattern of {source.info.probe_bytes} bytes in time; raise "
-                        "weight_sync.timeout_s, or look why this worker or the way to that learner is slow"
+                        "weight_sync.timeout_s, or find out why this worker or the way to that learner is slow"
                     )
 
             source.reader.connect(check)

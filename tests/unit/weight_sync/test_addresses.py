@@ -88,7 +88,7 @@ def test_the_environment_wins_over_the_caller(monkeypatch: pytest.MonkeyPatch) -
     [
         ("node-7", "must be an IPv4 or IPv6 address"),
         ("127.0.0.1:80", "must be an IPv4 or IPv6 address"),
-        ("203.0.113.9", "no address of this machine"),
+        ("203.0.113.9", "not an address of this machine"),
         ("0.0.0.0", "which means any"),
         ("::", "which means any"),
     ],

@@ -323,7 +323,7 @@ async def test_one_socket_reaches_many_workers_concurrently(desk: Desk) -> None:
     assert {checked.is_intact for checked in await asyncio.gather(*asking)} == {True}
     lines.hang_up(dialled[3])
     lines.hang_up(dialled[3])
-    with pytest.raises(WeightSyncError, match="no line to r3/0"):
+    with pytest.raises(WeightSyncError, match="the line to r3/0 is closed"):
         await lines.ask(dialled[3], Ping(), Ok, deadline_s=ANSWER_S)
     await lines.ask(dialled[4], Ping(), Ok, deadline_s=ANSWER_S)
     lines.close()
