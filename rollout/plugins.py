@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def load(path: str, *, what: str) -> object:
     """The object at `package.module.name`; the caller checks its kind. `what` it should be is for messages, such as
-    "agent loop". Raises PluginError if that is no dotted path, or as `find`."""
+    "agent loop". Raises PluginError if that is not a dotted path, or as `find`."""
     module, dot, name = path.rpartition(".")
     if not dot or not all(part.isidentifier() for part in path.split(".")):
         raise PluginError(

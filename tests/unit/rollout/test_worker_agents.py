@@ -198,7 +198,7 @@ async def is_impatient(prompt: Prompt, max_tokens: int, generate: Generate) -> A
         (returns_nothing, "returned a NoneType; return what TrajectoryBuilder.finish"),
         (
             steps_with(lambda: Reply(token_ids=[1.9, 2.5])),  # type: ignore[list-item]
-            r"raised ValueError: context must be a one-dimensional sequence of token ids, got float64 of shape \(2,\)",
+            r"raised ValueError: context must be a list of token ids, got float64 of shape \(2,\)",
         ),
         (
             steps_with(lambda: Reply(token_ids=None, reward=math.nan)),
