@@ -48,8 +48,9 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     (tmp_path / "mine.py").write_text(REWARD)
     reward = f"task.reward.name={tmp_path / 'mine.py'}:reward"
 
-    killed = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=3")
+    killed = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=1")
     killed.until(lambda: find_latest(checkpoints) is not None and len(killed.lines) >= 5)
+    unfinished = _stop_learner_while_it_writes(killed, checkpoints)
     names = " ".join(killed.names)
     for expected in ("ray::LearnerActor", "ray::EngineActor", "EngineCore", "rollout.reward.child", "raylet"):
         assert expected in names
@@ -60,12 +61,14 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     assert not (run_dir / "owner.lock").exists()
 
     latest = find_latest(checkpoints)
-    assert latest is not None
+    assert latest is not None and unfinished.is_dir()
     before = step_of(latest)
+    assert unfinished.name == f"step_{before + 1}.tmp"
 
     interrupted = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=0")
     interrupted.until(lambda: "resuming after step" in interrupted.text and len(interrupted.lines) >= before + 3)
     # A terminal is closed in the middle of a step, which takes longer than any of Ray's processes would take to end.
+    assert not unfinished.exists()
     learner = interrupted.process("ray::LearnerActor")
     learner.suspend()
     time.sleep(0.5)
@@ -99,6 +102,21 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     driver = json.loads((checkpoints / f"step_{done + 3}" / "driver.json").read_text())
     owed = {entry["group_id"] for entry in driver["buffer"]["prompts"]}
     assert driver["buffer"]["next_group_id"] == 8 * (done + 3) + len(owed)
+
+
+def _stop_learner_while_it_writes(run: TrainerProcess, checkpoints: Path) -> Path:
+    """The directory of the checkpoint. It is suspended at moments when there is one, until it is the one who writes."""
+    learner = run.process("ray::LearnerActor")
+    give_up = time.monotonic() + GONE_WITHIN_S
+    while time.monotonic() < give_up:
+        if not (begun := list(checkpoints.glob("step_*.tmp"))):
+            continue
+        learner.suspend()
+        time.sleep(0.5)
+        if begun[0].exists():
+            return begun[0]
+        learner.resume()
+    raise AssertionError("no checkpoint was being written")
 
 
 def test_an_interrupt_during_the_start_leaves_nothing(start: Start, tmp_path: Path) -> None:

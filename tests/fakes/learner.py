@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from tests.fakes.patience import PATIENT_S
 from trainer.config.algorithm import AlgorithmConfig
 from trainer.config.schema import LearnerConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from trainer.data.batch import MicroBatch
+from trainer.learner import checkpoint
 from trainer.learner.fsdp import sharded_like
 from trainer.learner.model import check_packed, load_config
 from trainer.learner.packed_inputs import scatter_to_tokens
@@ -211,6 +213,14 @@ def assert_gradients(got: Mapping[str, torch.Tensor], expected: Mapping[str, Any
         assert gradient is not None, name
         scale = gradient.abs().max()
         torch.testing.assert_close(got[name] / scale, gradient / scale, rtol=tolerance, atol=tolerance)
+
+
+@contextlib.contextmanager
+def held_writes() -> Iterator[threading.Event]:
+    """No checkpoint is written before the event is set."""
+    may_write, write = threading.Event(), checkpoint.save
+    with mock.patch.object(checkpoint, "save", lambda *given, **keys: may_write.wait() and write(*given, **keys)):
+        yield may_write
 
 
 def with_lora(cfg: RunConfig, **lora: Any) -> RunConfig:

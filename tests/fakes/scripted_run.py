@@ -124,6 +124,7 @@ class Script:
     commit_s: float = 0.1
     evaluate_s: float = 0.3
     save_s: float = 0.2
+    copy_s: float = 0.0
     seed: int = 0
     reward_of: Callable[[int, int], float] = lambda _group_id, sample: float(sample % 2)
     fails: Callable[[RolloutRequest], Exception | None] = lambda _item: None
@@ -233,7 +234,15 @@ class World:
             is_policy_changed=self.script.changes_policy(batch.step),
         )
 
-    async def save(self, path: Path, *, step: int) -> None:
+    async def save(self, path: Path, *, step: int, in_background: bool = False) -> None:
+        self._unwritten = (path, step)
+        if in_background:
+            await asyncio.sleep(self.script.copy_s)
+        else:
+            await self.wait_saved()
+
+    async def wait_saved(self) -> None:
+        path, step = self._unwritten
         await asyncio.sleep(self.script.save_s)
         (path / "weights").write_text(str(step))
         self.note("saved", step)

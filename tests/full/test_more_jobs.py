@@ -1,16 +1,19 @@
 """More whole runs: one that learns from a teacher alone (larger than the policy, of another
-depth, and without its bad habit), one that is four versions ahead, and one that is killed while it starts."""
+depth, and without its bad habit), one that is four versions ahead, one whose disk fills up, and one that is killed
+while it starts."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.fakes.metric_names import check_complete, check_known
 from tests.fakes.trainer_process import TrainerProcess
 from trainer.builtin import tiny_model
+from trainer.learner.checkpoint import find_latest, step_of, verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,6 +83,25 @@ def test_accuracy_rises_with_samples_of_five_versions_too(tiny_cache: Path, tmp_
     assert max(ages[STEPS // 2 :]) > 1, "it was not as far ahead as it may be"
     assert process.summary["last_accuracy"] >= process.summary["first_accuracy"] + 0.1
     assert process.summary["discarded_tokens"] == 0
+
+
+def test_a_disk_that_fills_up_while_the_learner_trains_on_ends_the_run_and_costs_no_earlier_checkpoint(
+    tiny_cache: Path, tmp_path: Path
+) -> None:
+    checkpoints, keys = tmp_path / "run" / "checkpoints", ("trainer.eval_every=0", "checkpoint.every_steps=1")
+    with closing(TrainerProcess(tmp_path / "run", *keys, "trainer.total_steps=100000", cache=tiny_cache)) as run:
+        run.until(lambda: find_latest(checkpoints) is not None)
+        run.process("ray::LearnerActor").rlimit(psutil.RLIMIT_FSIZE, (100_000, 100_000))
+        assert run.wait() == 1, run.text[-4000:]
+    latest = find_latest(checkpoints)
+    assert latest is not None
+    verify(latest)
+    (unfinished,) = checkpoints.glob("step_*.tmp")
+    assert f"{unfinished} cannot be written: File too large" in run.summary["error"]
+    resumed = TrainerProcess(tmp_path / "run", *keys, f"trainer.total_steps={step_of(latest) + 2}", cache=tiny_cache)
+    with closing(resumed):
+        assert resumed.wait() == 0, resumed.text[-4000:]
+    assert resumed.summary["resumed_from_step"] == step_of(latest) and not unfinished.exists()
 
 
 def test_kill_9_during_the_start_takes_the_maker_of_the_model_along(tmp_path: Path) -> None:

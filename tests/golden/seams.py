@@ -555,9 +555,9 @@ class LearningWorld(World):
         planned = await super().train_step(batch, version=version)
         return replace(planned, metrics=self._learner.train_step(batch.micro_batches[0], step=batch.step).metrics)
 
-    async def save(self, path: Path, *, step: int) -> None:
+    async def save(self, path: Path, *, step: int, in_background: bool = False) -> None:
         self._learner.save(path, step=step)
-        await super().save(path, step=step)
+        await super().save(path, step=step, in_background=in_background)
 
 
 STORED: dict[str, dict[str, Any]] = {

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -22,6 +23,7 @@ from tests.fakes.learner import (
     RankPool,
     drawn_config,
     gradients,
+    held_writes,
     logprobs,
     make_learner,
     pack,
@@ -33,14 +35,15 @@ from tests.fakes.learner import (
     weights,
     without_loss,
 )
-from tests.fakes.patience import PATIENT_TEST_S
+from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
 from tests.fakes.rewarded import all_weights, config, filler, rewarded
 from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, RejectConfig
 from trainer.config.schema import LearnerConfig
 from trainer.errors import CheckpointError, TrainingDiverged
 from trainer.learner import critic, optimizer, prepare
-from trainer.learner.checkpoint import begin, commit, load_sharded, read_state, save_sharded
+from trainer.learner.checkpoint import BackgroundSave, begin, commit, learner_state, load_sharded, read_state
 from trainer.learner.optimizer import ShardedOptimizer
+from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -254,8 +257,13 @@ def _work(directory: Path, name: str) -> dict[str, Any]:
     if dist.get_rank() == 0:
         begin(path, STEPS)
     dist.barrier()
-    learner.save(path / f"step_{STEPS}.tmp", step=STEPS)
-    _train(learner, STEPS, 1)
+    (path / "blocking").mkdir(exist_ok=True)
+    learner.save(path / "blocking", step=STEPS)
+    with held_writes() as is_trained:
+        learner.save(path / f"step_{STEPS}.tmp", step=STEPS, in_background=True)
+        _train(learner, STEPS, 1)
+        is_trained.set()
+        learner.wait_saved()
     return found | {"path": path / f"step_{STEPS}.tmp", "later": all_weights(learner)}
 
 
@@ -317,6 +325,19 @@ def test_a_resumed_job_gives_the_bits_of_an_uninterrupted_one(name: str, two: li
     for rank in two:
         for what in ("weights", "later"):
             assert all(tensor.equal(rank["again"][name][what][n]) for n, tensor in rank[name][what].items())
+
+
+@pytest.mark.parametrize("name", CRITIC_CASES)
+def test_what_is_written_after_another_step_has_the_bytes_of_the_step_before(
+    name: str, one: dict[str, Any], two: list[dict[str, Any]]
+) -> None:
+    for found in (one, two[0]):
+        written, blocking = (found[name]["path"] / "learner", found[name]["path"].with_name("blocking") / "learner")
+        shards = {path.name: path.read_bytes() for path in blocking.glob("*.distcp")}
+        assert shards and shards == {path.name: path.read_bytes() for path in written.glob("*.distcp")}
+        index, expected = (FileSystemReader(path).read_metadata() for path in (written, blocking))
+        assert index.state_dict_metadata == expected.state_dict_metadata
+        assert index.storage_data == expected.storage_data
 
 
 @pytest.mark.parametrize("name", CRITIC_CASES)
@@ -398,7 +419,9 @@ def _optimizer_job(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
         made, path = _optimizer(name), directory / name
         found[name] = _whole_state(made)
         path.mkdir(exist_ok=True)
-        save_sharded(path, {"": made}, step=3)
+        background = BackgroundSave(get_backend("cpu"), timeout_s=PATIENT_S)
+        background.begin(path, learner_state({"": made}, step=3))
+        background.wait()
     return found
 
 

@@ -177,7 +177,7 @@ INACTIVE: tuple[Inactive, ...] = (
         "only the last version is evaluated, after training", ["trainer.eval_every"]),
     Inactive(["trainer.eval_top_p"], lambda c: c.evaluates and c.trainer.eval_temperature == 0,
         "greedy responses (trainer.eval_temperature=0) take the likeliest token", ["trainer.eval_temperature"]),
-    Inactive(["checkpoint.keep_every"], lambda c: c.checkpoint.every_steps == 0,
+    Inactive(["checkpoint.keep_every", "checkpoint.asynchronous"], lambda c: c.checkpoint.every_steps == 0,
         "checkpoint.every_steps=0 saves at the end only", ["checkpoint.every_steps"]),
     Inactive([f"telemetry.wandb_{name}" for name in ("project", "entity", "group", "tags")],
         lambda c: not c.telemetry.wandb, "telemetry.wandb is false", ["telemetry.wandb"]),

@@ -107,6 +107,7 @@ def prepare_run_dir(cfg: RunConfig, run_dir: RunDir, resumed: ResumePoint | None
     """Move away or cut what earlier processes did after `resumed` (None: the beginning). Blocking. Call it when nothing
     can refuse the run any more, before its first record and checkpoint."""
     begin = run_dir.checkpoints / _BEGIN
+    checkpoint.remove_unfinished(run_dir.checkpoints)
     if resumed is None:
         begin.unlink(missing_ok=True)
         set_records_aside(run_dir)
@@ -206,7 +207,8 @@ def _log_failed(save: asyncio.Task[None]) -> None:
 
 
 class Checkpointer:
-    """Saves when due. The driver's state is taken in one turn of the event loop, so that it is consistent."""
+    """Saves when due. The driver's state is taken in one turn of the event loop, so that it is consistent, and before
+    the learner trains again, so that it is of the same step."""
 
     def __init__(
         self,
@@ -217,23 +219,51 @@ class Checkpointer:
         buffer: RolloutBuffer,
         source: PromptSource,
         state: RunState,
+        tasks: asyncio.TaskGroup,
     ) -> None:
-        self._cfg, self._telemetry = cfg, telemetry
+        """A save that fails in the background ends `tasks`."""
+        self._cfg, self._telemetry, self._tasks = cfg, telemetry, tasks
         self._learner, self._buffer, self._source, self._state = learner, buffer, source, state
         self._saved_step = state.step if state.resumed_from_step is not None else -1
         self._saving: asyncio.Task[None] | None = None
+        self._record: dict[str, float] = {}
 
     async def after_step(self, step: int) -> None:
-        """The learner waits for the save, the engines do not."""
-        every = self._cfg.checkpoint.every_steps
-        if every and step % every == 0:
-            await self._save(step)
+        """The engines never wait; the learner does until the save is done, or with `checkpoint.asynchronous` until the
+        copy is taken that is written while it trains. It also waits for the checkpoint before, if that is not written.
+        """
+        every, began = self._cfg.checkpoint.every_steps, asyncio.get_running_loop().time()
+        if not every or step % every:
+            return
+        with self._telemetry.tracer.span("learner", f"checkpoint {step}"):
+            await self._join()
+            if self._cfg.checkpoint.asynchronous:
+                await self._save_in_background(step)
+            else:
+                await self._save(step)
+        self._count("stall_s", began)
 
     async def at_end(self, step: int, *, is_interrupted: bool) -> None:
-        """The last checkpoint, unless it exists. An interrupted run saves whatever `checkpoint.save_at_end` is."""
+        """The last checkpoint, unless it exists, after the one that is being written. An interrupted run saves whatever
+        `checkpoint.save_at_end` is."""
+        if self._saving is not None and not self._saving.done():
+            with self._telemetry.progress.phase("writing the last checkpoint"):
+                await self._join()
         if (self._cfg.checkpoint.save_at_end or is_interrupted) and self._saved_step != step:
-            with self._telemetry.progress.phase(f"saving checkpoint step_{step}"):
+            with (
+                self._telemetry.progress.phase(f"saving checkpoint step_{step}"),
+                self._telemetry.tracer.span("learner", f"checkpoint {step}"),
+            ):
                 await self._save(step)
+
+    def take_record(self) -> dict[str, float]:
+        """Metrics since the last call; empty if no step was followed by a checkpoint."""
+        record, self._record = self._record, {}
+        return record
+
+    def _count(self, name: str, began: float) -> None:
+        key = f"checkpoint/{name}"
+        self._record[key] = self._record.get(key, 0.0) + asyncio.get_running_loop().time() - began
 
     async def export(self) -> None:
         """The policy as a Hugging Face directory, with `checkpoint.export_hf`."""
@@ -242,9 +272,26 @@ class Checkpointer:
                 await self._learner.export_hf(self._telemetry.run_dir.export)
 
     async def _save(self, step: int) -> None:
+        self._saving = asyncio.create_task(self._write(step), name=f"save {step}")
+        await self._join()
+
+    async def _save_in_background(self, step: int) -> None:
+        """Returns once the copy is taken."""
+        is_copied = asyncio.Event()
+        self._saving = asyncio.create_task(self._write(step, is_copied), name=f"save {step}")
+        self._tasks.create_task(self._join(), name=f"watch save {step}")
+        copied = asyncio.create_task(is_copied.wait())
+        try:
+            await asyncio.wait({self._saving, copied}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            copied.cancel()
+        if not is_copied.is_set():
+            await self._join()  # it has failed
+
+    async def _join(self) -> None:
         """A save is finished even if its caller is cancelled; the next caller joins it, so ranks never write twice."""
-        if self._saving is None or self._saving.done():
-            self._saving = asyncio.create_task(self._write(step), name=f"save {step}")
+        if self._saving is None:
+            return
         self._saving.remove_done_callback(_log_failed)  # this caller gets the failure
         try:
             await asyncio.shield(self._saving)
@@ -252,24 +299,31 @@ class Checkpointer:
             self._saving.add_done_callback(_log_failed)
             raise
 
-    async def _write(self, step: int) -> None:
-        directory = self._telemetry.run_dir.checkpoints
+    async def _write(self, step: int, is_copied: asyncio.Event | None = None) -> None:
+        """In the background from `is_copied` on, if that is given."""
+        directory, loop = self._telemetry.run_dir.checkpoints, asyncio.get_running_loop()
         if self._telemetry.run_dir.is_taken:
             self._telemetry.run_dir.check()  # raises: nothing may be written into another one's directory
-        with self._telemetry.tracer.span("learner", f"checkpoint {step}"):
-            driver_state = {
-                "run": self._state.state_dict(),
-                "buffer": self._buffer.state_dict(step),
-                "source": self._source.state_dict(),
-                "origin": origin(self._cfg),
-                "learner": {"max_tokens_per_micro_batch": self._learner.max_tokens_per_micro_batch},
-            }
+        driver_state = {
+            "run": self._state.state_dict(),
+            "buffer": self._buffer.state_dict(step),
+            "source": self._source.state_dict(),
+            "origin": origin(self._cfg),
+            "learner": {"max_tokens_per_micro_batch": self._learner.max_tokens_per_micro_batch},
+        }
+        with self._telemetry.tracer.span("checkpoints", f"write {step}"):
             tmp = await asyncio.to_thread(checkpoint.begin, directory, step)
-            await self._learner.save(tmp, step=step)
+            await self._learner.save(tmp, step=step, in_background=is_copied is not None)
+            copied_at = loop.time()
+            if is_copied is not None:
+                is_copied.set()
+                await self._learner.wait_saved()
             await asyncio.to_thread(checkpoint.commit, tmp, driver_state)
-            self._saved_step = step
-            log.info("saved step_%d", step)
-            await self._prune(directory)
+        if is_copied is not None:
+            self._count("background_s", copied_at)
+        self._saved_step = step
+        log.info("saved step_%d", step)
+        await self._prune(directory)
 
     async def _prune(self, directory: Path) -> None:
         keep = self._cfg.checkpoint

@@ -90,7 +90,9 @@ class TrainingRun:
         self.weights = WeightUpdater(
             devices, on_live=self.on_live, wait_for_engine=workers.wait_for_engine, tracer=telemetry.tracer, first=live
         )
-        self._checkpointer = Checkpointer(cfg, telemetry, learner=learner, buffer=buffer, source=source, state=state)
+        self._checkpointer = Checkpointer(
+            cfg, telemetry, learner=learner, buffer=buffer, source=source, state=state, tasks=self.tasks
+        )
         self._filter_zero_variance = cfg.algorithm.dynamic_sampling
         self._custom_filter = own_group_filter(cfg.algorithm)
         self._batches = asyncio.Queue[tuple[list[Group], TrainBatch] | None](maxsize=1)
@@ -397,7 +399,7 @@ class TrainingRun:
         """Write the record of the last step, with the newest unreported evaluation, once. A cancelled caller does not
         end the write; the next caller waits for it."""
         if self._record is not None:
-            record, self._record = self._record(), None
+            record, self._record = self._record() | self._checkpointer.take_record(), None
             if self.evaluator.is_possible:
                 record |= self.state.take_evaluation()
                 record["eval/failed_runs"] = self.state.num_failed_evaluations

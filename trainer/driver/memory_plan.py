@@ -282,6 +282,11 @@ def host_items(cfg: RunConfig, shape: ModelShape, reference: ModelShape | None, 
     if critic is not None and cfg.critic.cpu_offload:
         hint = "critic.cpu_offload=false or critic.shared_backbone=true"
         items.append(MemoryItem("critic with its gradients", _share(cfg, critic.num_params * all_bytes), hint))
+    if cfg.checkpoint.asynchronous and 0 < cfg.checkpoint.every_steps <= cfg.trainer.total_steps:
+        nbytes = _masters(cfg, trained) + _moments(cfg, shape)
+        if critic is not None:
+            nbytes += _masters(cfg, critic.num_params) + _moments(cfg, critic)
+        items.append(MemoryItem("copy for checkpoints", nbytes, "checkpoint.asynchronous=false"))
     return tuple(items)
 
 

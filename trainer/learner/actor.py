@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from logging.handlers import BufferingHandler
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 
 DRIVER_MARK = "driver"
+SAVING = "saving"
+"""Ray's name of the thread that waits for a checkpoint; another one runs all other methods."""
 Address = tuple[str, int]
 """Host and port where the ranks meet."""
 
@@ -219,8 +221,12 @@ class LearnerActor:
         """As `check_shared`. Also before `setup`."""
         check_shared(Path(folder), rank=self._rank)
 
-    def save(self, path: str, step: int) -> None:
-        self._parts.learner.save(Path(path), step=step)
+    def save(self, path: str, step: int, in_background: bool = False) -> None:
+        self._parts.learner.save(Path(path), step=step, in_background=in_background)
+
+    @ray.method(concurrency_group=SAVING)  # while `train_step` runs
+    def wait_saved(self) -> None:
+        self._parts.learner.wait_saved()
 
     def load(self, path: str) -> int:
         return self._parts.learner.load(Path(path))
@@ -277,6 +283,9 @@ class LearnerActor:
         import torch.distributed as dist
 
         self.ws_close()
+        if self._ready is not None:
+            with suppress(CheckpointError):
+                self._ready.learner.wait_saved()  # its thread may be in a collective
         self._ready = None
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -290,4 +299,5 @@ class LearnerActor:
 
 def learner_actor() -> Any:
     """`LearnerActor` as a Ray actor class: `.options(...).remote(cfg, rank=0, world_size=2)`."""
-    return ray.remote(LearnerActor)
+    remote: Any = ray.remote  # its types do not know of groups
+    return remote(concurrency_groups={SAVING: 1})(LearnerActor)

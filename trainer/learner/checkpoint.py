@@ -10,6 +10,7 @@ A directory named `step_N` is written completely before it gets that name; one w
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -17,22 +18,35 @@ import pickle
 import re
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from trainer.errors import CheckpointError
 from trainer.files import replace_directory, sync
+from trainer.learner.fsdp import local_tensor, sharded_like
+from trainer.learner.offload import BLOCK_BYTES, host_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
     from pathlib import Path
 
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future as TorchFuture
+
     from trainer.learner.optimizer import ShardedOptimizer
+    from weight_sync.device.base import Backend
 
 
 MANIFEST_FILE = "complete.json"
@@ -54,6 +68,12 @@ def begin(directory: Path, step: int) -> Path:
         shutil.rmtree(tmp)
     tmp.mkdir(parents=True)
     return tmp
+
+
+def remove_unfinished(directory: Path) -> None:
+    """What saves that were killed have left. Not while one is in progress."""
+    for path in directory.glob("step_*.tmp"):
+        shutil.rmtree(path)
 
 
 def commit(tmp: Path, extra_state: Mapping[str, Any]) -> Path:
@@ -225,28 +245,74 @@ def _describe(path: Path) -> dict[str, Any]:
     return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
-def save_sharded(
-    path: Path,
+def learner_state(
     optimizers: Mapping[str, ShardedOptimizer],
     *,
     step: int,
     host_view: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-) -> None:
-    """Collective. `path` exists (`checkpoint.begin`); the shards go to `path/learner`.
+) -> dict[str, Tensor]:
+    """What a checkpoint holds of the learner, by name: tensors that share memory with it, and counters.
 
     Args:
         optimizers: everything that is trained, by a prefix of its names in the checkpoint ("" for the policy).
         host_view: where the bytes of a tensor can be read, if not in the tensor (`CpuOffload.host_view`).
-
-    Raises:
-        CheckpointError: the files cannot be written; names `path` and the reason.
     """
     counters = {f"{prefix}num_updates": torch.tensor(one.num_updates) for prefix, one in optimizers.items()}
     tensors = {name: host_view(tensor) for name, tensor in _tensors(optimizers).items()}
+    return tensors | counters | {"step": torch.tensor(step)}
+
+
+def save_sharded(path: Path, state: Mapping[str, Tensor], *, group: ProcessGroup | None = None) -> None:
+    """Collective, in the default group if none is given. Write a `learner_state` to `path/learner`; `path` exists
+    (`checkpoint.begin`). Raises CheckpointError if the files cannot be written, with `path` and the reason."""
     try:
-        save(tensors | counters | {"step": torch.tensor(step)}, checkpoint_id=path / LEARNER)
+        save(dict(state), storage_writer=_Writer(path / LEARNER), process_group=group)
     except (CheckpointException, RuntimeError, OSError) as error:
         raise CheckpointError(f"{path} cannot be written: {_reason(error)}") from error
+
+
+class BackgroundSave:
+    """Writes a copy of the learner's state in a thread while training continues. One at a time.
+
+    The copy is in host memory, which is allocated at the first save and kept, page-locked where that is faster.
+    """
+
+    def __init__(self, backend: Backend, *, timeout_s: float) -> None:
+        """`timeout_s` is the deadline of each exchange between the ranks' threads."""
+        self._backend, self._timeout_s = backend, timeout_s
+        self._copy: dict[str, Tensor] = {}
+        self._written: Future[None] | None = None
+
+    @functools.cached_property
+    def _group(self) -> ProcessGroup:
+        """Not the default one, whose collectives the training uses meanwhile. Of host memory: so is the copy."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def begin(self, path: Path, state: Mapping[str, Tensor]) -> None:
+        """Collective. Returns as soon as the copy is taken; the state may change then. Waits for an earlier write."""
+        self.wait()
+        group = self._group
+        local = {name: local_tensor(tensor) for name, tensor in state.items()}
+        if not self._copy:
+            sizes, is_pinned = [one.nbytes for one in local.values()], self._backend.torch_device != "cpu"
+            memory = host_memory(sizes, block_bytes=BLOCK_BYTES, is_pinned=is_pinned)
+            self._copy = {
+                name: sharded_like(state[name], one.view(local[name].dtype).view(local[name].shape))
+                for name, one in zip(local, memory, strict=True)
+            }
+        for name, tensor in local.items():
+            local_tensor(self._copy[name]).copy_(tensor, non_blocking=True)
+        self._backend.synchronize()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._written = thread.submit(save_sharded, path, self._copy, group=group)
+        thread.shutdown(wait=False)  # it ends with the write
+
+    def wait(self) -> None:
+        """Until all ranks have written, from any thread. Raises CheckpointError as `save_sharded`."""
+        if self._written is not None:
+            self._written.result()
 
 
 def load_sharded(path: Path, optimizers: Mapping[str, ShardedOptimizer]) -> int:
@@ -285,13 +351,31 @@ def _reason(error: BaseException) -> str:
     """One line of what went wrong. A CheckpointException holds an error and a traceback for each rank; an error of the
     file system comes first, then the last line, which names what did not fit."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-    causes: list[BaseException | None] = [error, *(failure[0] for failure in failures)]
-    for cause in causes:  # it grows
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        if cause is not None:
-            causes.append(cause.__cause__ or cause.__context__)
+    for cause in (error, *(failure[0] for failure in failures)):
+        if (refusal := _refusal(cause)) is not None:
+            return str(refusal.strerror)
     return (str(error).strip().splitlines() or [type(error).__name__])[-1][:600]
+
+
+def _refusal(error: BaseException | None) -> OSError | None:
+    """The error of the file system that an error began with."""
+    while error is not None and not (isinstance(error, OSError) and error.strerror):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+class _Writer(FileSystemWriter):
+    """Raises what the disk refused a write with. torch 2.13 raises an error of its archive instead, and what a rank
+    tells the others has no context.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            if (refusal := _refusal(error)) is None:
+                raise
+            raise refusal from None
 
 
 def _tensors(optimizers: Mapping[str, ShardedOptimizer]) -> dict[str, Tensor]:

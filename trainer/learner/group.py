@@ -151,9 +151,14 @@ class LearnerGroup:
     async def onload(self) -> list[OffloadReport]:
         return await self._all("onload")
 
-    async def save(self, path: Path, *, step: int) -> None:
-        """Write model and optimizer into a directory from `checkpoint.begin`, seen by all ranks under this path."""
-        await self._all("save", str(path), step)
+    async def save(self, path: Path, *, step: int, in_background: bool = False) -> None:
+        """Write model and optimizer into a directory from `checkpoint.begin`, seen by all ranks under this path. With
+        `in_background` it returns once all have taken a copy, and `wait_saved` when that is written."""
+        await self._all("save", str(path), step, in_background)
+
+    async def wait_saved(self) -> None:
+        """Beside a step. Raises CheckpointError if a rank could not write."""
+        await self._all("wait_saved")
 
     async def load(self, path: Path) -> int:
         """Restore; returns the step of the checkpoint. Raises CheckpointError."""

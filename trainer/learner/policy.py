@@ -15,7 +15,7 @@ from trainer.algorithms.corrections import correct
 from trainer.algorithms.losses import kl_penalty, policy_loss
 from trainer.errors import GradientsDiverged, TrainingDiverged
 from trainer.learner.attention import attention_name, to_device
-from trainer.learner.checkpoint import load_sharded, save_sharded
+from trainer.learner.checkpoint import BackgroundSave, learner_state, load_sharded, save_sharded
 from trainer.learner.critic import PreparedBatch, SeparateCritic, SharedCritic, ValueSums, build_critic
 from trainer.learner.flops import model_flops, peak_flops
 from trainer.learner.hf_export import export_hf
@@ -98,6 +98,7 @@ class PolicyTrainer:
             backend.device_name(), compute_dtype=cfg.model.compute_dtype, given_tflops=cfg.device.peak_tflops
         )
         self._num_skipped_in_a_row = 0
+        self._background = BackgroundSave(backend, timeout_s=cfg.learner.timeout_s)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -391,9 +392,18 @@ class PolicyTrainer:
             self._drop_gradients()
             self._backend.release_cached()
 
-    def save(self, path: Path, *, step: int) -> None:
-        """Write this rank's part into the directory `path` (see `checkpoint.begin`), also while it is offloaded."""
-        save_sharded(path, self._optimizers, step=step, host_view=self.offload.host_view)
+    def save(self, path: Path, *, step: int, in_background: bool = False) -> None:
+        """Write this rank's part into the directory `path` (see `checkpoint.begin`), also while it is offloaded; with
+        `in_background`, from a copy, until `wait_saved`."""
+        state = learner_state(self._optimizers, step=step, host_view=self.offload.host_view)
+        if in_background:
+            self._background.begin(path, state)
+        else:
+            save_sharded(path, state)
+
+    def wait_saved(self) -> None:
+        """Until what is written in the background is written by all ranks; from any thread. Raises CheckpointError."""
+        self._background.wait()
 
     def load(self, path: Path) -> int:
         """Restore model and optimizer, also from another number of ranks; returns their step. Raises CheckpointError

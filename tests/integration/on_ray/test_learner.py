@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,10 +57,9 @@ async def test_group_trains_saves_and_resumes_through_ray(group: LearnerGroup, t
     assert first.metrics["num_tokens"].mean == batch.num_tokens
     assert first.metrics["num_loss_tokens"].mean == batch.num_loss_tokens
     tmp = begin(tmp_path / "checkpoints", 1)
-    await group.save(tmp, step=1)
-    path = commit(tmp, {})
-    second = await group.train_step(_batch(1), version=1)
-    assert await group.load(path) == 1
+    await group.save(tmp, step=1, in_background=True)
+    second, _ = await asyncio.gather(group.train_step(_batch(1), version=1), group.wait_saved())
+    assert await group.load(commit(tmp, {})) == 1
     again = await group.train_step(_batch(1), version=1)
     assert again.metrics == second.metrics
     described = [await rank.call("ws_describe", timeout_s=30.0) for rank in group.ranks]

@@ -193,9 +193,9 @@ def test_a_checkpoint_is_saved_when_due_and_at_the_end_once_after_the_line_of_it
     num_lines: list[tuple[int, int]] = []
     save = run.world.save
 
-    async def watching(path: Any, *, step: int) -> None:
+    async def watching(path: Any, *, step: int, in_background: bool) -> None:
         num_lines.append((step, len(lines(run))))
-        await save(path, step=step)
+        await save(path, step=step, in_background=in_background)
 
     run.world.save = watching  # type: ignore[method-assign]
     play(run)

@@ -35,6 +35,7 @@ from tests.fakes.scripted_run import (
     drive,
     lines,
     resumed_state,
+    times,
     watch_batches,
 )
 from tests.fakes.virtual_time import in_virtual_time, run_virtual
@@ -376,13 +377,15 @@ def learner_breaks(run: ScriptedRun, _patch: Any, *, at: str) -> None:
 
 SLOW, FAST, IDLE = {"train_s": 100.0}, {"train_s": 1.0}, {"generate_s": (1e6, 2e6)}
 TWO: dict[str, Any] = {"checkpoint": {"every_steps": 2}}
+BLOCKING: dict[str, Any] = {"checkpoint": {"every_steps": 2, "asynchronous": False}}
 
 
 @pytest.mark.parametrize(
     ("script", "sections", "prepare", "when", "error", "steps_saved", "steps_written"),
     [
         (SLOW, TWO, nothing, {"after_s": 350.0}, Broken, [2, 4], 4),
-        ({"save_s": 500.0}, TWO, nothing, {"after_s": 100.0}, Broken, [2], 2),
+        ({"save_s": 500.0}, BLOCKING, nothing, {"after_s": 100.0}, Broken, [2], 2),
+        ({"save_s": 500.0}, TWO, nothing, {"after_s": 100.0}, Broken, [2, 4], 4),
         (IDLE, {"state": 4}, nothing, {"after_s": 100.0}, Broken, [], 0),
         (IDLE, {}, nothing, {"after_s": 100.0}, Broken, [], 0),
         ({}, {}, partial(learner_fails, error=LearnerError("rank 1 died")), {}, LearnerError, [], 3),
@@ -396,10 +399,12 @@ TWO: dict[str, Any] = {"checkpoint": {"every_steps": 2}}
         (SLOW, {}, nothing, {"after_s": 350.0, "interrupt_s": 350.0}, Broken, [4], 4),
         (FAST, TWO, partial(learner_breaks, at="publish"), {}, LearnerError, [], 1),
         (FAST, TWO, partial(learner_breaks, at="save"), {}, LearnerError, [], 2),
+        (FAST, TWO, partial(learner_breaks, at="wait_saved"), {}, LearnerError, [], 2),
     ],
     ids=[
         "the step that the learner is in comes to its end",
         "a checkpoint that is being written is finished and not begun again",
+        "a checkpoint that is being written in the background is finished before the last one begins",
         "what a checkpoint has is not saved again",
         "a run that learned nothing saves nothing",
         "weights are undefined after a failure of the learner",
@@ -413,6 +418,7 @@ TWO: dict[str, Any] = {"checkpoint": {"every_steps": 2}}
         "an interrupt does not hide the failure",
         "a learner that failed to publish",
         "a learner that failed to save",
+        "a learner that failed to save in the background",
     ],
 )
 def test_what_is_written_and_saved_after_a_failure(
@@ -434,6 +440,34 @@ def test_what_is_written_and_saved_after_a_failure(
     assert (saved(run), steps_of(run)) == (steps_saved, list(range(1, steps_written + 1)))
     failed = "could not be saved: CheckpointError: no space left on device"
     assert (failed in caplog.text) == ("could not be saved" in caplog.text) == (prepare is saves_fail)
+
+
+def test_the_learner_trains_on_while_a_checkpoint_is_written_of_the_step_before(scripted: Make) -> None:
+    """The next checkpoint falls due while a slow disk writes this one, and waits; so does the end of the run."""
+    runs, states = {}, {}
+    for asynchronous in (True, False):
+        keys = {"every_steps": 2, "keep_last": 3, "asynchronous": asynchronous}
+        run = scripted(Script(train_s=1.0, copy_s=0.5, save_s=30.0), checkpoint=keys, trainer={"eval_every": 0})
+        assert drive(ScriptedDriver(run)) is None
+        runs[asynchronous] = run
+        path = run.telemetry.run_dir.checkpoints / "step_2"
+        states[asynchronous] = checkpoint.read_state(path)
+    assert states[True]["run"]["version"] == 2 and states[True]["source"] == states[False]["source"]
+    owed = [{prompt["group_id"] for prompt in state["buffer"]["prompts"]} for state in states.values()]
+    assert owed[0] == owed[1] >= {6, 7, 8}, "also what is trained by the time that it is written"
+    trained, written = times(runs[True], "trained"), times(runs[True], "saved")
+    assert written[2] - trained[1] > 30.0 > 5.0 > trained[3] - trained[1], "two more steps meanwhile"
+    assert trained[4] > written[2] and trained[4] < written[4]
+    assert saved(runs[True]) == saved(runs[False]) == [2, 4, 6]
+
+    def recorded_s(run: ScriptedRun, name: str) -> dict[int, float]:
+        return {line["step"]: round(line[name], 1) for line in lines(run) if name in line}
+
+    stalls = recorded_s(runs[True], "checkpoint/stall_s")
+    assert stalls[3] == 0.5 and 20.0 < stalls[5] < 30.5, "the next one waits for the first"
+    assert recorded_s(runs[True], "checkpoint/background_s") == {5: 30.0, 6: 60.0}, "of two on the last line"
+    assert recorded_s(runs[False], "checkpoint/stall_s") == {3: 30.0, 5: 30.0, 6: 30.0}
+    assert recorded_s(runs[False], "checkpoint/background_s") == {}
 
 
 @in_virtual_time

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from tests.fakes.learner import make_learner, run_config, with_lora
+from tests.fakes.full_disk import file_limit
+from tests.fakes.learner import held_writes, make_learner, pack, run_config, sequences, with_lora
 from trainer.config.algorithm import AlgorithmConfig, CriticConfig
 from trainer.driver.memory_plan import MASTER_BYTES, MOMENTS_BYTES
 from trainer.errors import CheckpointError
@@ -248,3 +249,36 @@ def test_a_checkpoint_has_twelve_bytes_per_trained_parameter(kind: str, tiny_dir
     assert nbytes - (len(optimizers) + 1) * COUNTER_BYTES == (MASTER_BYTES + MOMENTS_BYTES) * num_trained
     on_disk = sum(file.stat().st_size for file in (tmp / "learner").iterdir())
     assert 0 < on_disk - nbytes < PER_TENSOR_BYTES * len(stored)
+
+
+def test_what_is_saved_in_the_background_is_of_its_step_and_one_copy_serves_every_checkpoint(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    learner, copies = make_learner(run_config(tiny_dir)), []
+    for step in (1, 2):
+        learner.train_step([pack(sequences(3, seed=step))], step=step)
+        tmp, blocking = begin(tmp_path / "background", step), begin(tmp_path / "blocking", step)
+        learner.save(blocking, step=step)
+        with held_writes() as may_write:
+            learner.save(tmp, step=step, in_background=True)
+            for slot in learner._optimizers[""]._slots:
+                slot.local.detach().zero_()
+            may_write.set()
+            learner.wait_saved()
+        learner.load(tmp)
+        assert [one.read_bytes() for one in sorted((tmp / "learner").glob("*.distcp"))] == [
+            one.read_bytes() for one in sorted((blocking / "learner").glob("*.distcp"))
+        ]
+        copies.append({name: one.data_ptr() for name, one in learner._background._copy.items()})
+    assert copies[0] == copies[1]
+
+
+def test_a_disk_that_refuses_is_reported_by_whoever_waits_and_by_the_next_save(tiny_dir: Path, tmp_path: Path) -> None:
+    learner = make_learner(run_config(tiny_dir))
+    tmp = begin(tmp_path, 1)
+    with file_limit(1000):
+        learner.save(tmp, step=1, in_background=True)
+        with pytest.raises(CheckpointError, match=r"step_1\.tmp cannot be written: File too large"):
+            learner.wait_saved()
+    with pytest.raises(CheckpointError, match=r"step_1\.tmp cannot be written"):
+        learner.save(begin(tmp_path, 2), step=2, in_background=True)

@@ -99,6 +99,7 @@ def kl(reference: str | None = None, **learner: Any) -> Sections:
 
 
 GAE: Sections = {"algorithm": {"advantage_estimator": "gae"}}
+BLOCKING: Sections = {"checkpoint": {"asynchronous": False}}
 NO_CHECKPOINTING: Sections = {"learner": {"activation_checkpointing": False}}
 OFFLOADED: Sections = {**kl(cpu_offload=True, reference_cpu_offload=True), "critic": {"cpu_offload": True}}
 COLOCATED: Sections = {
@@ -162,6 +163,10 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
     "what leaves a device is in host memory": (OFFLOADED, {"critic": "7B"}, {
         "host: masters, moments and gradients": 16 * NUM_7B // 4, "host: reference": 2 * NUM_7B // 4,
         "host: critic with its gradients": 16 * NUM_CRITIC // 4, "reference": None, "critic": None}),
+    "a checkpoint that is written meanwhile is a copy of masters and moments": ({}, {"critic": "7B"}, {
+        "host: copy for checkpoints": 12 * (NUM_7B + NUM_CRITIC) // 4}),
+    "one that the learner waits for is none": (BLOCKING, {}, {"host: copy for checkpoints": None}),
+    "nor is the one at the end": ({"checkpoint": {"every_steps": 0}}, {}, {"host: copy for checkpoints": None}),
     "a shared device moves masters and moments, and keeps the arena": (COLOCATED, {}, {
         "is_paired": True, "moved_bytes": 12 * NUM_7B // 4, "arena_bytes": 2 * NUM_7B // 4, "engine.is_staged": False,
         "host: the learner, while engines compute": 12 * NUM_7B // 4}),
@@ -284,7 +289,7 @@ UTILIZATION = "rollout.gpu_memory_utilization"
 
 def on_host(num_gib: int | None) -> tuple[Sections, dict[str, Any]]:
     """7.6 billion x 16 bytes are 113.5 GiB."""
-    return {"learner": {"cpu_offload": True, "num_ranks": 2}}, {"host_bytes": num_gib and num_gib * GIB}
+    return {"learner": {"cpu_offload": True, "num_ranks": 2}, **BLOCKING}, {"host_bytes": num_gib and num_gib * GIB}
 
 
 def of_24_gib(utilization: float) -> tuple[Sections, dict[str, Any]]:
@@ -338,7 +343,8 @@ def test_processes_that_share_a_host_are_added_up() -> None:
     plan = planned(cfg, P, host)
     assert plan.engine.kv_bytes == GIB
     (problem,) = problems(plan, cfg)
-    needed = cfg.learner.num_ranks * total(plan.learner) + cfg.rollout.num_replicas * total(plan.engine.items)
+    needed = cfg.learner.num_ranks * (total(plan.learner) + total(plan.host))
+    needed += cfg.rollout.num_replicas * total(plan.engine.items)
     assert problem.value == f"{gib(needed)} for this host", "all ranks and engines together"
     assert not problems(planned(cfg, P, host._replace(total_bytes=2000 * GIB)), cfg)
     offloaded = planned(config(learner={"cpu_offload": True}), P, host)
