@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -38,9 +39,9 @@ from tests.fakes.learner import (
 from tests.fakes.patience import PATIENT_S, PATIENT_TEST_S
 from tests.fakes.rewarded import all_weights, config, filler, rewarded
 from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, RejectConfig
-from trainer.config.schema import LearnerConfig
+from trainer.config.schema import LearnerConfig, RunConfig
 from trainer.errors import CheckpointError, TrainingDiverged
-from trainer.learner import critic, optimizer, prepare
+from trainer.learner import critic, fit, optimizer, prepare
 from trainer.learner.checkpoint import BackgroundSave, begin, commit, learner_state, load_sharded, read_state
 from trainer.learner.optimizer import ShardedOptimizer
 from weight_sync.device.select import get_backend
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
     from trainer.learner.policy import PolicyTrainer
 
@@ -366,6 +366,48 @@ def test_a_checkpoint_of_one_rank_continues_on_two(
         assert all(tensor.equal(rank[name]["weights"][n]) for n, tensor in one[name]["weights"].items())
         _assert_close(rank[name]["later"], one[name]["later"], rtol=1e-4)
         np.testing.assert_array_equal(rank[name]["reference"], one[name]["reference"])
+
+
+# Memory
+
+
+class _Device:
+    """A learner and its backend. Two bytes are needed per token of a rehearsal, in which ranks meet."""
+
+    layout, torch_device = SimpleNamespace(shares_prefix=False), "accelerator"
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.rehearsed: list[int] = []
+
+    def rehearse(self, batch: MicroBatch) -> None:
+        dist.barrier()
+        self.rehearsed.append(len(batch.token_ids))
+
+    def take(self, _backend: object, num_bytes: int) -> None:
+        if num_bytes > self.num_bytes:
+            raise torch.OutOfMemoryError("another process has the rest")
+
+    def max_memory_allocated(self) -> int:
+        return 2 * self.rehearsed[-1]
+
+    def memory_info(self) -> tuple[int, int]:
+        return 0, 60_000
+
+    def reset_peak_memory_stats(self) -> None: ...
+
+    def release_cached(self) -> None: ...
+
+
+def _fit_job(_directory: Path) -> tuple[int, list[int]]:
+    """Rank 1 has less memory than the share of it that a learner may have."""
+    device: Any = _Device(40_000 if dist.get_rank() == 1 else 60_000)
+    with patch.object(torch, "get_device_module", lambda _: device), patch.object(fit, "take_block", device.take):
+        return fit.fit_micro_batch(device, RunConfig(), device, arena_bytes=0, earlier=None), device.rehearsed
+
+
+def test_ranks_lower_the_tokens_together_where_one_of_them_lacks_memory(pool: RankPool, directory: Path) -> None:
+    assert pool.run(_fit_job, directory) == [(12288, [2048, 4096, 12288])] * 2
 
 
 # Optimizers

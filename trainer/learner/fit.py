@@ -14,6 +14,7 @@ from trainer.config.algorithm import loss_traits
 from trainer.config.rules import longest_sequence, longest_slice
 from trainer.data.batch import MicroBatch
 from trainer.errors import LearnerError
+from trainer.learner.offload import take_block
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,24 +92,32 @@ def fit_micro_batch(
 
     limit = usable_bytes(cfg, backend.memory_info()[1]) - arena_bytes
     return fitting_tokens(
-        peak_bytes, limit_bytes=limit, cfg=cfg, earlier=earlier, is_room=lambda one: _is_room(one, backend)
+        peak_bytes,
+        can_take=lambda num_bytes: _fits_here(lambda: take_block(backend, num_bytes), backend),
+        limit_bytes=limit,
+        cfg=cfg,
+        earlier=earlier,
+        is_room=lambda one: _is_room(one, backend),
     )
 
 
 def fitting_tokens(
     peak_bytes: Callable[[int], int],
     *,
+    can_take: Callable[[int], bool],
     limit_bytes: int,
     cfg: RunConfig,
     earlier: int | None,
     is_room: Callable[[Callable[[], object]], bool],
 ) -> int:
     """What `auto` becomes on an accelerator. Memory grows with the tokens along a line, which two small micro-batches
-    show; the last rehearsal is of what was chosen, and one that does not fit is halved, once.
+    show. What was chosen is halved, once, where that memory cannot be taken on every rank, and rehearsed in it.
 
     Args:
-        peak_bytes: rehearses a step of so many tokens; the most that it took.
-        is_room: whether what it calls ended without an error about memory, on all ranks.
+        peak_bytes: rehearses a step of so many tokens; the most that it took. Collective.
+        can_take: has torch cache so many bytes of this rank's device, if there are as many. Not collective, so that
+            ranks can agree on a failure: in the middle of a rehearsal, others wait for the one that fails.
+        is_room: whether what it calls ended without an error about memory.
     """
     peaks: list[int] = []
     if not is_room(lambda: peaks.extend(map(peak_bytes, SMALL))):
@@ -126,10 +135,15 @@ def fitting_tokens(
                 earlier,
                 chosen,
             )
-    if not is_room(lambda: peak_bytes(chosen)):
+
+    def fits(num_tokens: int) -> bool:
+        needed = int(peaks[0] + per_token * (num_tokens - SMALL[0]))
+        return _least_of_ranks(can_take(needed)) > 0 and is_room(lambda: peak_bytes(num_tokens))
+
+    if not fits(chosen):
         lower = max(longest_slice(cfg), chosen // 2)
-        log.warning("%s=auto: %d tokens did not fit on the device; it is %d now", KEY, chosen, lower)
-        if lower == chosen or not is_room(lambda: peak_bytes(lower)):
+        log.warning("%s=auto: %d tokens did not fit on the device of a rank; it is %d now", KEY, chosen, lower)
+        if lower == chosen or not fits(lower):
             raise _too_large(lower, "set it, down to the longest sequence, or use more learner.num_ranks")
         chosen = lower
     return chosen
@@ -144,19 +158,26 @@ def _too_large(num_tokens: int, do: str) -> LearnerError:
 
 def _is_room(action: Callable[[], object], backend: Backend) -> bool:
     """Raises LearnerError where other ranks would wait for this one."""
+    if dist.get_world_size() == 1:
+        return _fits_here(action, backend)
     try:
         action()
-    except torch.OutOfMemoryError as error:
-        if dist.get_world_size() > 1:  # the others may be inside a collective
-            raise _too_large_on_a_rank(error) from error
+    except torch.OutOfMemoryError as error:  # the others may be inside a collective
+        raise LearnerError(
+            f"the rehearsal of a step did not fit on this rank's device ({error}); lower {KEY}"
+        ) from error
+    return True
+
+
+def _fits_here(action: Callable[[], object], backend: Backend) -> bool:
+    try:
+        action()
+    except torch.OutOfMemoryError:
+        pass
     else:
         return True
     backend.release_cached()  # outside: the error holds what was computed
     return False
-
-
-def _too_large_on_a_rank(error: torch.OutOfMemoryError) -> LearnerError:
-    return LearnerError(f"the rehearsal of a step did not fit on this rank's device ({error}); lower {KEY}")
 
 
 def _least_of_ranks(value: float) -> float:

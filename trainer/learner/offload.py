@@ -49,6 +49,13 @@ def host_memory(sizes: Sequence[int], *, block_bytes: int, is_pinned: bool) -> l
     return [blocks[block][offset : offset + size] for (block, offset), size in zip(places, sizes, strict=True)]
 
 
+def take_block(backend: Backend, total_bytes: int) -> None:
+    """Have torch cache in one block what is missing from so many bytes of the device. Raises OutOfMemoryError."""
+    device = backend.torch_device
+    missing = total_bytes - torch.get_device_module(device).memory_allocated()
+    torch.empty(max(0, missing), dtype=torch.uint8, device=device)
+
+
 class CpuOffload:
     """The storages of some tensors, on the device or on the host. Not thread-safe. Host memory is allocated at the
     first `to_host` and kept, page-locked where that is faster."""
@@ -119,11 +126,9 @@ class CpuOffload:
     def _take_one_block(self) -> None:
         """Have torch cache what the learner took at most in its last turn, in one allocation: hundreds of small ones,
         for what comes back and in the next forward, take longer than the copy."""
-        device = self._backend.torch_device
-        memory = torch.get_device_module(device)
         with contextlib.suppress(torch.OutOfMemoryError):  # then it takes pieces, as far as there is room
-            torch.empty(max(0, self._peak_bytes - memory.memory_allocated()), dtype=torch.uint8, device=device)
-        memory.reset_peak_memory_stats()
+            take_block(self._backend, self._peak_bytes)
+        torch.get_device_module(self._backend.torch_device).reset_peak_memory_stats()
 
     def _take(self, storage: UntypedStorage, nbytes: int) -> bool:
         try:

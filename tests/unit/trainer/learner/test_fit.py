@@ -11,6 +11,7 @@ import torch
 
 from trainer.config.schema import RunConfig
 from trainer.errors import LearnerError
+from trainer.learner import fit
 from trainer.learner.fit import MOST_TOKENS, SMALL, fit_micro_batch, fitting_tokens, on_grid
 
 if TYPE_CHECKING:
@@ -22,17 +23,23 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Device:
-    """Takes `fixed` bytes and `per_token` more; beyond `fails_from` tokens it is out of memory."""
+    """Takes `fixed` bytes and `per_token` more; beyond `fails_from` tokens it is out of memory, and where others left
+    fewer than are needed, it only `has` some."""
 
-    def __init__(self, *, fixed: int, per_token: int, fails_from: int = 1 << 30) -> None:
-        self._fixed, self._per_token, self._fails_from = fixed, per_token, fails_from
+    def __init__(self, *, fixed: int, per_token: int, fails_from: int = 1 << 30, has: int = 1 << 60) -> None:
+        self._fixed, self._per_token, self._fails_from, self._has = fixed, per_token, fails_from, has
         self.tried: list[int] = []
+        self.taken: list[int] = []
 
     def peak_bytes(self, num_tokens: int) -> int:
         self.tried.append(num_tokens)
         if num_tokens >= self._fails_from:
             raise torch.OutOfMemoryError
         return self._fixed + self._per_token * num_tokens
+
+    def can_take(self, num_bytes: int) -> bool:
+        self.taken.append(num_bytes)
+        return num_bytes <= self._has
 
     def is_room(self, action: Callable[[], object]) -> bool:
         try:
@@ -48,7 +55,7 @@ class Device:
             task=replace(cfg.task, max_prompt_tokens=longest // 2),
             rollout=replace(cfg.rollout, max_response_tokens=longest - longest // 2),
         )
-        given: dict[str, Any] = {"cfg": cfg, "earlier": earlier, "is_room": self.is_room}
+        given: dict[str, Any] = {"cfg": cfg, "earlier": earlier, "is_room": self.is_room, "can_take": self.can_take}
         return fitting_tokens(self.peak_bytes, limit_bytes=limit, **given)
 
 
@@ -74,10 +81,15 @@ def test_tokens_fill_the_limit_and_are_rehearsed(limit: int, more: dict[str, Any
 def test_what_does_not_fit_is_halved_once_and_said(caplog: pytest.LogCaptureFixture) -> None:
     device = Device(fixed=1000, per_token=10, fails_from=9000)
     assert device.fit(limit=1000 + 10 * 16384) == 8192
-    assert "16384 tokens did not fit on the device; it is 8192 now" in caplog.text
+    assert "16384 tokens did not fit on the device of a rank; it is 8192 now" in caplog.text
     device = Device(fixed=1000, per_token=10, fails_from=8000)
     with pytest.raises(LearnerError, match=r"8192 tokens \(learner\.max_tokens_per_micro_batch\) does not fit"):
         device.fit(limit=1000 + 10 * 16384)
+    device = Device(fixed=1000, per_token=10, has=1000 + 10 * 9000)
+    assert device.fit(limit=1000 + 10 * 16384) == 8192
+    assert device.tried == [*SMALL, 8192] and device.taken == [1000 + 10 * 16384, 1000 + 10 * 8192]
+    with pytest.raises(LearnerError, match="8192 tokens"):
+        Device(fixed=1000, per_token=10, has=1000 + 10 * 8000).fit(limit=1000 + 10 * 16384)
     with pytest.raises(LearnerError, match="4096 tokens"):
         Device(fixed=1000, per_token=10, fails_from=3000).fit(limit=1 << 30)
 
@@ -132,6 +144,7 @@ def test_a_device_is_filled_beside_what_others_take(
         learner=replace(cfg.learner, max_tokens_per_micro_batch=tokens),
     )
     monkeypatch.setattr(torch, "get_device_module", lambda _name: device)
+    monkeypatch.setattr(fit, "take_block", lambda *_: None)
     seam: Any = device
     if not rehearsed:
         with pytest.raises(LearnerError, match=r"9950 tokens.*lower it"):
