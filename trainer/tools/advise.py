@@ -19,7 +19,7 @@ from trainer.config.seats import GRAPH_SIZES
 from trainer.tools.run_records import InvalidRunDir, TooFewSteps, read_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from trainer.config.schema import RunConfig
     from trainer.tools.run_records import RunFacts
@@ -302,7 +302,36 @@ def _limits(shares: Shares, facts: RunFacts, verdict: Verdict) -> list[str]:
             f"trainer.groups_per_step = {cfg.trainer.groups_per_step} may limit: at most (S + 1) x groups_per_step x "
             f"group_size = {num_sequences} responses can be in flight, the engines take {capacity} at once."
         )
-    return found
+    return [*found, *_learner_limits(facts)]
+
+
+def _learner_limits(facts: RunFacts) -> Iterator[str]:
+    """Time of the learner that another configuration would save."""
+    cfg, lines, learner = facts.cfg, facts.lines, facts.cfg.learner
+    computes_s, step_s = sum(line.learner_s for line in lines), sum(line.step_s for line in lines)
+    if (stalls := sum(line.stall_s for line in lines) / step_s) >= MATTERS:
+        keeps_up = "the disk does not keep up: set a larger checkpoint.every_steps"
+        do = keeps_up if cfg.checkpoint.asynchronous else "set checkpoint.asynchronous=true"
+        yield f"Checkpoints limit: {stalls:.0%} of the time the learner waited for them; {do}."
+    if (imbalance := fmean(line.time_imbalance for line in lines)) >= 1 + 2 * MATTERS:
+        yield (
+            f"A rank limits: the slowest of the learner computes {imbalance:.2f} times as long as the mean "
+            "(learner/time_imbalance). If learner/imbalance is near 1, its device or host is slow."
+        )
+    if (moves := sum(line.optimizer_s for line in lines) / computes_s) >= 2 * MATTERS and learner.optimizer == "muon":
+        yield f"The optimizer takes {moves:.0%} of the learner's time; learner.optimizer=adamw takes less."
+    tokens, loss_tokens = (sum(getattr(line, name) for line in lines) for name in ("num_tokens", "num_loss_tokens"))
+    size = cfg.rollout.group_size
+    # Of an agent, what tools said is no prompt.
+    again = 0.0 if cfg.task.agent or not tokens else (1 - loss_tokens / tokens) * (size - 1) / size
+    if learner.share_prefix is False and again >= MATTERS:
+        yield f"About {again:.0%} of the trained tokens are a prompt once more; learner.share_prefix=auto saves them."
+    given, num_passes = learner.max_tokens_per_micro_batch, fmean(line.num_micro_batches for line in lines)
+    if given != "auto" and num_passes >= 4 and not facts.shares_cores:
+        yield (
+            f"A step has {num_passes:.0f} micro-batches per rank of up to {given} tokens; "
+            "learner.max_tokens_per_micro_batch=auto makes them as large as the device allows."
+        )
 
 
 def _unknown(facts: RunFacts, shares: Shares) -> list[str]:

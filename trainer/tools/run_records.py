@@ -77,6 +77,12 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     engines_lost: float = msgspec.field(name="fleet/engines_lost", default=0)
     """Engines that were away at some time of this step."""
     failed_frac: float = msgspec.field(name="response/failed_frac", default=0.0)
+    stall_s: float = msgspec.field(name="checkpoint/stall_s", default=0.0)
+    optimizer_s: float = msgspec.field(name="learner/optimizer_s", default=0.0)
+    time_imbalance: float = msgspec.field(name="learner/time_imbalance", default=1.0)
+    num_micro_batches: float = msgspec.field(name="learner/num_micro_batches", default=1)
+    num_tokens: float = msgspec.field(name="learner/num_tokens", default=0)
+    num_loss_tokens: float = msgspec.field(name="learner/num_loss_tokens", default=0)
 
 
 class Span(NamedTuple):

@@ -200,6 +200,23 @@ REPORTS: dict[str, tuple[list[StepLine], dict[str, Any], str, list[StepLine], di
         played(9, 3, data_wait_s=5.0, evaluation_wait_s=1.0, engines_idle_s=0.0), {}, "11% of the time the",
         played(9, 3, evaluation_wait_s=0.1), {}),
     "a device that is unknown": (played(9, 3), {"device": "auto"}, "an accelerator is assumed", played(9, 3), {}),
+    "checkpoints that block": (
+        played(9, 3, stall_s=1.0), {"checkpoint": {"asynchronous": False}},
+        "11% of the time the learner waited for them; set checkpoint.asynchronous=true", played(9, 3, stall_s=1.0), {}),
+    "checkpoints that are due before the last is written": (
+        played(9, 3, stall_s=1.0), {}, "a larger checkpoint.every_steps", played(9, 3, stall_s=0.1), {}),
+    "a slow rank": (
+        played(9, 3, time_imbalance=1.2), {}, "1.20 times as long as the mean", played(9, 3, time_imbalance=1.05), {}),
+    "a slow optimizer": (
+        played(9, 3, optimizer_s=0.6), {"learner": {"optimizer": "muon"}}, "The optimizer takes 20% of the learner's",
+        played(9, 3, optimizer_s=0.6), {}),
+    "prompts that are computed for every response": (
+        played(9, 3, num_tokens=800, num_loss_tokens=400), {"learner": {"share_prefix": False}},
+        "of the trained tokens are a prompt once more; learner.share_prefix=auto",
+        played(9, 3, num_tokens=800, num_loss_tokens=400), {}),
+    "small micro-batches": (
+        played(9, 3, num_micro_batches=8), {"learner": {"max_tokens_per_micro_batch": 2048}},
+        "8 micro-batches per rank of up to 2048 tokens", played(9, 3, num_micro_batches=8), {}),
     "responses that failed": (played(9, 3, failed_frac=0.5), {}, "50.0% of the responses failed", played(9, 3), {}),
 }  # fmt: skip
 
