@@ -28,7 +28,6 @@ from tests.fakes.learner import (
     logprobs,
     make_learner,
     pack,
-    process_group,
     reference_logprobs,
     run_config,
     save_tiny,
@@ -64,21 +63,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # 61 rows, 3 heads' worth of rows and one-row norms split unevenly over two ranks
     Qwen2Config(**TINY, architectures=["Qwen2ForCausalLM"]).save_pretrained(path / "hollow")
     return path
-
-
-@pytest.fixture(scope="module")
-def pool(directory: Path) -> Iterator[RankPool]:
-    pool = RankPool(directory, world_size=2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def one_rank(directory: Path, pool: RankPool) -> Iterator[None]:
-    """This process as the only rank. The other ranks are started before it."""
-    del pool
-    with process_group(directory / "store_of_one"):
-        yield
 
 
 def _assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, rtol: float) -> None:

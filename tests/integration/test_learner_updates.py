@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from rollout.types import Group, Trajectory
-from tests.fakes.learner import VOCAB, RankPool, make_learner, process_group, save_tiny
+from tests.fakes.learner import VOCAB, RankPool, make_learner, save_tiny
 from tests.fakes.patience import PATIENT_TEST_S
 from tests.fakes.rewarded import all_weights, config
 from tests.fakes.trajectories import make_turn
@@ -23,7 +23,6 @@ from trainer.data.build import build_train_batch
 from trainer.learner.checkpoint import begin, commit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from trainer.config.schema import RunConfig
@@ -43,20 +42,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("updates")
     save_tiny(path / "model")
     return path
-
-
-@pytest.fixture(scope="module")
-def pool(directory: Path) -> Iterator[RankPool]:
-    pool = RankPool(directory, world_size=2)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def one_rank(directory: Path, pool: RankPool) -> Iterator[None]:
-    del pool
-    with process_group(directory / "store_of_one"):
-        yield
 
 
 def _config(directory: Path, name: str) -> RunConfig:
