@@ -1,5 +1,4 @@
-"""Runs that end before their time: kill -9, Ctrl-C. What is left, and how they resume. The last one loses its engine
-when all is trained, and ends in order."""
+"""Runs that end before their time: kill -9, a closed terminal, Ctrl-C. What is left, and how they resume."""
 
 from __future__ import annotations
 
@@ -83,11 +82,21 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     summary = interrupted.summary
     assert summary["exit_reason"] == "interrupted"
     assert summary["resumed_from_step"] == before
-    done = summary["steps"]
-    assert (checkpoints / f"step_{done}").exists()
+    assert (checkpoints / f"step_{summary['steps']}").exists()
+    assert_every_prompt_has_one_group_id(checkpoints, summary["steps"])
+
+
+@pytest.mark.full
+def test_a_resumed_run_that_loses_its_engine_when_all_is_trained_ends_in_order(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    interrupted = start(run_dir, *SMALL, ENDLESS)
+    interrupted.until(lambda: len(interrupted.lines) >= 3)
+    interrupted.interrupt()
+    assert interrupted.wait() == 130, interrupted.text[-3000:]
+    done = interrupted.summary["steps"]
 
     end = (f"trainer.total_steps={done + 3}", "checkpoint.export_hf=true", "rollout.max_engine_restarts=0")
-    finished = start(run_dir, *SMALL, reward, *end, *LONG_EVALUATION)
+    finished = start(run_dir, *SMALL, *end, *LONG_EVALUATION)
     finished.until(lambda: f"evaluating version {done + 3}" in finished.text)
     finished.process("ray::EngineActor").kill()
     assert finished.wait() == 0, finished.text[-3000:]
@@ -98,10 +107,14 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     assert [line["step"] for line in finished.lines] == list(range(1, done + 4))
     assert {line["discarded_tokens"] for line in finished.lines} == {0}
     assert finished.left_over(within_s=ENDED_WITHIN_S) == []
-    # Every prompt was trained under one group id, in whichever process.
-    driver = json.loads((checkpoints / f"step_{done + 3}" / "driver.json").read_text())
+    assert_every_prompt_has_one_group_id(run_dir / "checkpoints", done + 3)
+
+
+def assert_every_prompt_has_one_group_id(checkpoints: Path, step: int) -> None:
+    """It was trained or is owed, under one id, in whichever process."""
+    driver = json.loads((checkpoints / f"step_{step}" / "driver.json").read_text())
     owed = {entry["group_id"] for entry in driver["buffer"]["prompts"]}
-    assert driver["buffer"]["next_group_id"] == 8 * (done + 3) + len(owed)
+    assert driver["buffer"]["next_group_id"] == 8 * step + len(owed)
 
 
 def _stop_learner_while_it_writes(run: TrainerProcess, checkpoints: Path) -> Path:
@@ -119,6 +132,7 @@ def _stop_learner_while_it_writes(run: TrainerProcess, checkpoints: Path) -> Pat
     raise AssertionError("no checkpoint was being written")
 
 
+@pytest.mark.full
 def test_an_interrupt_during_the_start_leaves_nothing(start: Start, tmp_path: Path) -> None:
     """In the middle of everything: Ray is up, actors are importing, and the model is being made."""
     run = start(tmp_path / "run", *SMALL, ENDLESS, cache=tmp_path / "cache")
