@@ -135,7 +135,7 @@ async def test_what_cannot_be_is_refused() -> None:
     await enter(scheduler, 0)
     with pytest.raises(ValueError, match="11 tokens came back from 'a', but only 10 were outstanding"):
         scheduler.release("a", tokens=11, num_requests=1)
-    with pytest.raises(ValueError, match="unknown engine 'c'; known are"):
+    with pytest.raises(ValueError, match="unknown engine 'c'; known engines:"):
         scheduler.exclude("c", "x")
     with pytest.raises(ValueError, match="at least one engine"):
         RequestScheduler([])
