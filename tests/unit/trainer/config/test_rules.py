@@ -524,7 +524,7 @@ OTHER = "task.train_path=a/b task.eval_path=a/b task.max_operand=20"
         (f"{SET} task.eval_sets.hard.size=many", "task.eval_sets.hard.size", "expected integer"),
         (f"{SET} task.eval_sets.hard.samples=0", "task.eval_sets.hard.samples", "must be >= 1"),
         ("task.eval_sets.hard.size=3", "task.eval_sets.hard.path", "must name held-out prompts"),
-        (SET.replace("hard", "reward"), "task.eval_sets", "and is none of accuracy, num_prompts"),
+        (SET.replace("hard", "reward"), "task.eval_sets", "and not be accuracy, num_prompts"),
         (f"{SET} task.eval_path=", "task.eval_sets", "need task.eval_path, which is empty"),
         (f"{SET} {OFF}", "task.eval_sets", "has no effect because nothing is evaluated"),
         (f"{SET} {SEVERAL} task.eval_sets.hard.samples=3", "task.eval_sets.hard.samples", "trainer.eval_pass_k=4"),
