@@ -80,7 +80,19 @@ JOBS_OF = {
     "halves, of which the cheap is recomputed": [RESUMED],
 }
 """Replicas change where gradients are added up, a context group what a rank computes."""
-CASES = [(layout, job) for layout, jobs in JOBS_OF.items() for job in jobs]
+FULL = {
+    "4 replicas", "halves, of which the cheap is recomputed",
+    # In test_learner_ranks.py on two ranks:
+    "gmpo with entropy bonus", "decoupled with rejection", "shared critic", "grpo, KL in the reward",
+}  # fmt: skip
+
+
+def marks(*words: str) -> Any:
+    return () if FULL.isdisjoint(words) else pytest.mark.full
+
+
+CASES = [pytest.param(layout, job, marks=marks(layout, job)) for layout, jobs in JOBS_OF.items() for job in jobs]
+EVERY_LAYOUT = pytest.mark.parametrize("layout", [pytest.param(layout, marks=marks(layout)) for layout in LAYOUTS])
 STEPS = 2
 
 
@@ -155,8 +167,8 @@ def _continued(directory: Path, job: str, path: Path, layout: str = "") -> dict[
     return all_weights(learner)
 
 
-def _on(layout: str, directory: Path) -> dict[str, Any]:
-    return {job: _work(directory, job, layout) for job in JOBS_OF[layout]}
+def _on(layout: str, asked: set[str], directory: Path) -> dict[str, Any]:
+    return {job: _work(directory, job, layout) for job in JOBS_OF[layout] if job in asked}
 
 
 def _after(layout: str, path: Path, directory: Path) -> dict[str, torch.Tensor]:
@@ -172,18 +184,28 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(directory: Path) -> Iterator[list[dict[str, Any]]]:
+def asked(request: pytest.FixtureRequest) -> set[str]:
+    """Layouts and jobs that a selected test looks at."""
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    return {"sliding window", RESUMED} | {
+        call.params[name] for call in calls for name in ("layout", "job") if name in call.params
+    }
+
+
+@pytest.fixture(scope="module")
+def four(directory: Path, asked: set[str]) -> Iterator[list[dict[str, Any]]]:
     """Of every rank: each job on each layout, and "resumed": what came of the checkpoint of the layout before it."""
     pool = RankPool(directory, world_size=4)
-    found = {layout: pool.run(functools.partial(_on, layout), directory) for layout in LAYOUTS}
+    layouts = [layout for layout in LAYOUTS if layout in asked]
+    found = {layout: pool.run(functools.partial(_on, layout, asked), directory) for layout in layouts}
     paths = {layout: ranks[0][RESUMED]["path"] for layout, ranks in found.items()}
-    before = dict(zip(LAYOUTS, [*[*LAYOUTS][-1:], *LAYOUTS], strict=False))
+    before = dict(zip(layouts, [layouts[-1], *layouts], strict=False))
     resumed = {
-        layout: pool.run(functools.partial(_after, layout, paths[before[layout]]), directory) for layout in LAYOUTS
+        layout: pool.run(functools.partial(_after, layout, paths[before[layout]]), directory) for layout in layouts
     }
     yield [
-        {layout: found[layout][rank] for layout in LAYOUTS}
-        | {"resumed": {layout: resumed[layout][rank] for layout in LAYOUTS}}
+        {layout: found[layout][rank] for layout in layouts}
+        | {"resumed": {layout: resumed[layout][rank] for layout in layouts}}
         for rank in range(4)
     ]
     pool.close()
@@ -198,9 +220,9 @@ def one_rank(directory: Path, four: list[dict[str, Any]]) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def one(directory: Path, one_rank: None) -> dict[str, Any]:
+def one(directory: Path, asked: set[str], one_rank: None) -> dict[str, Any]:
     del one_rank
-    return {job: _work(directory, job) for job in JOBS}
+    return {job: _work(directory, job) for job in JOBS if job in asked}
 
 
 def _assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, rtol: float) -> None:
@@ -222,7 +244,7 @@ def test_a_step_is_that_of_one_rank(layout: str, job: str, one: dict[str, Any], 
         _assert_close(got["later"], expected["later"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EVERY_LAYOUT
 def test_a_checkpoint_continues_on_another_layout_and_on_one_rank(
     layout: str, directory: Path, four: list[dict[str, Any]]
 ) -> None:
@@ -232,7 +254,7 @@ def test_a_checkpoint_continues_on_another_layout_and_on_one_rank(
     _assert_close(_continued(directory, RESUMED, of_layout["path"]), of_layout["later"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@EVERY_LAYOUT
 def test_published_boxes_hold_the_weights_and_leave_no_gap(layout: str, four: list[dict[str, Any]]) -> None:
     job = JOBS_OF[layout][0]
     boxes: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
