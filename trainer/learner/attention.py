@@ -19,7 +19,7 @@ import inspect
 import logging
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import TESTED, ModelError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -218,14 +221,9 @@ class Block:
         if mask is not None and not how.is_plain:
             out_NHLD = _plain_attention(q_NHLD, k_NHLD, v_NHLD, mask, how)
         else:
+            has_groups = q_NHLD.shape[1] != k_NHLD.shape[1]
             out_NHLD = scaled_dot_product_attention(
-                q_NHLD,
-                k_NHLD,
-                v_NHLD,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=how.scale,
-                enable_gqa=q_NHLD.shape[1] != k_NHLD.shape[1],
+                q_NHLD, k_NHLD, v_NHLD, attn_mask=mask, is_causal=mask is None, scale=how.scale, enable_gqa=has_groups
             )
         return out_NHLD.transpose(1, 2).reshape(self.num_seqs * self.length, *q_THD.shape[1:])
 
@@ -408,13 +406,11 @@ def _attend_flex(layout: FlexLayout, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor
     def capped(score: Tensor, _batch: Tensor, head: Tensor, *_: Tensor) -> Tensor:
         return cap_H[head] * torch.tanh(score * scale_H[head])
 
-    q_1HTD, k_1HTD, v_1HTD = (x.transpose(0, 1).unsqueeze(0) for x in (q_THD, k_THD, v_THD))
-    for x in (q_1HTD, k_1HTD, v_1HTD):
-        torch._dynamo.mark_static(x, [0, 1, 3])  # or a second model would make heads and their size dynamic, too
+    parts_1HTD = [x.transpose(0, 1).unsqueeze(0) for x in (q_THD, k_THD, v_THD)]
+    for part in parts_1HTD:
+        torch._dynamo.mark_static(part, [0, 1, 3])  # or a second model would make heads and their size dynamic, too
     out_1HTD, aux = _flex_attention(q_THD.device.type != "cpu")(
-        q_1HTD,
-        k_1HTD,
-        v_1HTD,
+        *parts_1HTD,
         score_mod=scaled if how.softcap is None else capped,
         block_mask=layout.mask(how.window),
         scale=1.0,
@@ -437,40 +433,30 @@ def _flex_attention(compiled: bool) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class FlexKernel:
-    """A `LayoutFn` for FlexAttention."""
+class OtherKernel:
+    """Any other `LayoutFn`."""
 
-    name: str = "FlexAttention"
+    name: str
+    make: Callable[[np.ndarray, torch.device, np.ndarray | None], PackedLayout]
     refused: tuple[str, ...] = ()
     shares_prefix: bool = True
 
-    def __call__(self, cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> FlexLayout:
-        return FlexLayout(cu_seqlens, device, rows)
+    def __call__(self, cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> PackedLayout:
+        return self.make(cu_seqlens, device, rows)
 
 
-KERNELS: tuple[VarlenKernel | FlexKernel, ...] = (
+FLEX = OtherKernel("FlexAttention", FlexLayout)
+KERNELS: tuple[VarlenKernel | OtherKernel, ...] = (
     VarlenKernel("FlashAttention 3", "FA3"),
     VarlenKernel("FlashAttention 4", "FA4"),
     VarlenKernel("torch's variable-length kernel"),
     VarlenKernel("torch's variable-length kernel, keys and values repeated for every query head", repeats_kv=True),
-    FlexKernel(),
+    FLEX,
 )
 """In the order they are tried; only the last knows scores that are not plain. That of vLLM is none of them, since it
 has no backward, nor is the package flash_attn, which has the kernel that torch has."""
 KERNEL_TOLERANCE = 0.02
 """Of a result and a gradient in half precision, relative to their norms."""
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedKernel:
-    """A `LayoutFn` that works everywhere."""
-
-    refused: tuple[str, ...] = ()
-    name: str = "padded blocks"
-    shares_prefix: bool = False
-
-    def __call__(self, cu_seqlens: np.ndarray, device: torch.device, rows: np.ndarray | None = None) -> PaddedLayout:
-        return padded_layout(cu_seqlens, device, rows)
 
 
 @functools.cache
@@ -479,14 +465,14 @@ def best_layout(device: torch.device, dtype: torch.dtype, *, head_dim: int, is_p
     blocks, with one warning per process; without one on CPU, where that is normal. Raises torch.OutOfMemoryError if a
     kernel could not be tried."""
     if device.type == "cpu":
-        return PaddedKernel()
+        return OtherKernel("padded blocks", padded_layout, shares_prefix=False)
     refused: list[str] = []
     for kernel in KERNELS if is_plain else KERNELS[-1:]:
         reason = why_not(kernel, device, dtype, head_dim=head_dim)
         if reason is None:
             return replace(kernel, refused=tuple(refused))
         refused.append(f"{kernel.name} ({reason})")
-    padded = PaddedKernel(tuple(refused))
+    padded = OtherKernel("padded blocks", padded_layout, tuple(refused), shares_prefix=False)
     log.warning(
         "attention of %s, which costs time and memory, for %s and heads of size %d on %s",
         attention_name(padded), dtype, head_dim, device,
@@ -500,7 +486,7 @@ def attention_name(layout: LayoutFn) -> str:
 
 
 def why_not(
-    kernel: VarlenKernel | FlexKernel, device: torch.device, dtype: torch.dtype, *, head_dim: int
+    kernel: VarlenKernel | OtherKernel, device: torch.device, dtype: torch.dtype, *, head_dim: int
 ) -> str | None:
     """Why a kernel does not work here; None if it does: it stays active then. It computes two short sequences that
     share a prompt, with grouped heads, forward and backward, and must give what plain operations do."""
@@ -541,7 +527,9 @@ def _activate(impl: str | None) -> None:
         attention.restore_flash_attention_impl()
 
 
-def _largest_error(kernel: VarlenKernel | FlexKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
+def _largest_error(
+    kernel: VarlenKernel | OtherKernel, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> float:
     """Of output and gradients, relative to their norms; infinite if one is not finite."""
     cu_seqlens = np.array([0, 5, 11])
     rows = packed_rows(cu_seqlens, np.array([0, 3]))
@@ -549,7 +537,7 @@ def _largest_error(kernel: VarlenKernel | FlexKernel, device: torch.device, dtyp
     found: list[tuple[Tensor, ...]] = []
     drawn = [torch.randn(8, heads, head_dim, generator=generator) for heads in (4, 2, 2, 4)]
     how = Scores(head_dim**-0.5)
-    if isinstance(kernel, FlexKernel):
+    if isinstance(kernel, OtherKernel):
         how = how._replace(softcap=1.0, window=4, sinks_H=torch.tensor([-1.0, 0.0, 0.5, 1.0], device=device))
     for layout, kind in ((kernel, dtype), (padded_layout, torch.float32)):
         *inputs, grad = (x.to(device=device, dtype=dtype).to(kind) for x in drawn)

@@ -53,9 +53,7 @@ if TYPE_CHECKING:
 
 
 LOGIT_TRANSFORMS = ("logits_soft_cap", "logit_scale", "logits_scaling")
-"""Config fields of models that do more than one matrix product after the last hidden state."""
-SOFTCAP = "final_logit_softcapping"
-"""That of those which we do compute."""
+"""Config fields of models that do more after the last hidden state than one matrix product, and a soft cap at most."""
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 """Of `config.layer_types`: what reaches our attention function with all that it does. Convolutions, recurrences and
 chunked or sparse attention would mix packed sequences."""
@@ -250,7 +248,7 @@ class PolicyModel(RootModel):
             entropy_has_grad=cfg.algorithm.entropy_coef > 0,
             float32=cfg.learner.fp32_head is not False,
             compiled=compiles(cfg, device),
-            softcap=getattr(hf.config.get_text_config(), SOFTCAP, None),
+            softcap=getattr(hf.config.get_text_config(), "final_logit_softcapping", None),
         )
 
     def forward(self, inputs: PackedInputs) -> PolicyOutput:

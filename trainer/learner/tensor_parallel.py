@@ -96,11 +96,15 @@ def divide_blocks(hf: PreTrainedModel, blocks: nn.ModuleList, styles: Mapping[st
     for name, param in blocks.named_parameters():
         param.requires_grad_(is_trained[name])
 
+    def with_states(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        hidden, *others = args or (kwargs.pop("hidden_states"),)
+        return (DTensor.from_local(hidden, mesh, [Replicate()], run_check=False), *others), kwargs
+
     # One sum of the gradients of what q, k and v (or gate and up) read, and not one for each of them.
     parents = {name.rpartition(".")[0].removeprefix("*.") for name, style in styles.items() if style == COLUMNS}
     for block in blocks:
         for parent in parents:
-            block.get_submodule(parent).register_forward_pre_hook(_Replicated(mesh), with_kwargs=True)
+            block.get_submodule(parent).register_forward_pre_hook(with_states, with_kwargs=True)
     group, size = mesh.get_group(), mesh.size()
 
     def summed(grad: Tensor) -> Tensor:
@@ -110,21 +114,6 @@ def divide_blocks(hf: PreTrainedModel, blocks: nn.ModuleList, styles: Mapping[st
 
     hf.get_input_embeddings().register_forward_hook(_with_gradient(lambda grad: grad / size))
     blocks[-1].register_forward_hook(_with_gradient(summed))
-
-
-class _Replicated:
-    """A hook: the hidden states that a module gets, as a DTensor that is the same on every rank."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self._of(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._of(kwargs["hidden_states"])}
-
-    def _of(self, hidden: Tensor) -> DTensor:
-        return DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
 
 
 def _with_gradient(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:

@@ -21,10 +21,10 @@ from trainer.learner import attention
 from trainer.learner.attention import (
     ATTENTION_NAME,
     BLOCK_GROWTH,
+    FLEX,
     FLEX_BLOCK,
     KERNELS,
     SHORTEST_BLOCK,
-    FlexKernel,
     VarlenLayout,
     attention_name,
     best_layout,
@@ -65,7 +65,7 @@ def test_every_token_has_one_place_and_comes_back_to_it_and_padding_is_bounded(l
 
 
 @pytest.mark.usefixtures("flex_on_cpu")
-@pytest.mark.parametrize("layout", [padded_layout, FlexKernel()])
+@pytest.mark.parametrize("layout", [padded_layout, FLEX])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_packed_forward_equals_one_forward_per_sequence(kind: str, layout: Any, tmp_path: Path) -> None:
     register_packed_attention()
@@ -112,7 +112,7 @@ def plain_varlen(
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [(kind, layout) for kind in ("qwen2", "mistral", "qwen3") for layout in (padded_layout, *KERNELS[-3:])]
-    + [(kind, layout) for kind in ("gemma2", "gpt_oss") for layout in (padded_layout, FlexKernel())],
+    + [(kind, layout) for kind in ("gemma2", "gpt_oss") for layout in (padded_layout, FLEX)],
 )
 def test_a_prompt_that_is_computed_once_gives_the_gradients_of_one_forward_per_sequence(
     kind: str, layout: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +167,7 @@ def test_a_block_of_the_row_is_left_out_only_if_no_token_sees_another(
     prefix_lens = [prefix * (index > 0) for group in groups for index, _ in enumerate(group)]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     rows = packed_rows(cu_seqlens, np.array(prefix_lens))
-    layout = FlexKernel()(cu_seqlens, CPU, rows)
+    layout = FLEX(cu_seqlens, CPU, rows)
     size, sees = int(rows.max()) + 1, np.zeros([-(-(int(rows.max()) + 1) // FLEX_BLOCK) * FLEX_BLOCK] * 2, np.bool_)
     for start, stop in pairwise(cu_seqlens):
         own = rows[start:stop]

@@ -30,7 +30,7 @@ from trainer.algorithms.losses import policy_loss
 from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, MaskConfig, RejectConfig
 from trainer.config.schema import LoraConfig, RunConfig
 from trainer.errors import TrainingDiverged
-from trainer.learner.attention import PaddedKernel
+from trainer.learner.attention import padded_layout
 from trainer.learner.fit import largest_micro_batch
 from trainer.learner.packed_inputs import PackedInputs, loss_inputs
 
@@ -367,5 +367,5 @@ def test_the_largest_micro_batch_of_one_prompt_computes_as_many_tokens(limit: in
     batch = largest_micro_batch(limited(prompt=20, response=10), limit, shares_prefix=True)
     assert np.diff(batch.cu_seqlens).tolist() == lengths and batch.prefix_lens is not None
     assert batch.prefix_lens.tolist() == [0] + [20] * (len(lengths) - 1)
-    inputs = PackedInputs.of(batch, device=torch.device("cpu"), layout=PaddedKernel())
+    inputs = PackedInputs.of(batch, device=torch.device("cpu"), layout=padded_layout)
     assert inputs.token_ids_1T.shape[1] == limit
