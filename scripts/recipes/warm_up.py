@@ -108,7 +108,8 @@ def main() -> None:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     assert device is not None
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).train()
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model.to(device).train()
     rows = [labelled(messages, tokenizer) for messages in shown]
     print(f"{len(rows)} demonstrations of {args.demonstrations}, {args.epochs} epoch(s)")
     losses = train(model, rows, pad=tokenizer.eos_token_id, device=device, args=args)
