@@ -149,7 +149,7 @@ def seconds_to(goal: float, records: list[Record]) -> float:
 
 def table(found: dict[str, list[list[Record]]], *, examples: dict[str, str]) -> str:
     head = ["variant", "seeds", "steps", "mean reward, last steps", "held-out accuracy, first -> last"]
-    head += [f"seconds to a reward of {GOAL:g}", "seconds in all", "seconds a step, median"]
+    head += ["seconds to the first step's end", f"to a reward of {GOAL:g}", "in all", "a step, median"]
     lines = [head, ["---"] * len(head)]
     for name, runs in found.items():
         if not runs:
@@ -164,6 +164,7 @@ def table(found: dict[str, list[list[Record]]], *, examples: dict[str, str]) -> 
                 spread([len(records) for records in runs], ".0f"),
                 spread([rewards(records, over="step")[-1][1] for records in runs], ".3f"),
                 f"{spread(first, '.3f')} -> {spread(last, '.3f')}",
+                spread([records[0]["time_s"] for records in runs], ".0f"),
                 spread([seconds_to(GOAL, records) for records in runs], ".0f"),
                 spread([records[-1]["time_s"] for records in runs], ".0f"),
                 spread([one[len(one) // 2] for one in steps if one], ".2f"),

@@ -146,7 +146,7 @@ def test_runs_that_have_ended_are_not_started_again_and_the_rest_is_drawn(tmp_pa
     ]
     assert [command[2:] for command in started] == expected
     rows = (tmp_path / "table.md").read_text().splitlines()
-    assert rows[2].startswith("| GRPO | 2 | 12 | 0.500 | 0.000 -> 1.000 | 123 | 314 | 27.")
+    assert rows[2].startswith("| GRPO | 2 | 12 | 0.500 | 0.000 -> 1.000 | 17 | 123 | 314 | 27.")
     assert "| DAPO |" not in "".join(rows), "none of its runs has ended a step"
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     assert compare.main(["lora", "--draw", "--out", str(tmp_path)], launch=launch) == 2
