@@ -46,6 +46,7 @@ run() { # LANE STAGES COMMAND ...
 front_lane() {
   if is_chosen lint; then run front lint bash -c "ruff check . && ruff format --check ."; fi
   if is_chosen imports; then run front imports lint-imports; fi
+  if is_chosen types; then run front types pyright; fi
   if is_chosen unit; then run front unit pytest -q -m "not gpu and not full" "${front_folders[@]}"; fi
   if [ ${#process_folders[@]} -gt 0 ]; then
     run front "${process_folders[*]}" pytest -q -m "timing and not gpu and not full" "${process_folders[@]}"
@@ -57,7 +58,6 @@ back_lane() {
   trap 'stop 143' TERM HUP
   renice -n 10 "$BASHPID" >/dev/null
   local pytest=(pytest -q --timeout 1200) # for tests without a limit of their own
-  if is_chosen types; then run back types pyright; fi
   if is_chosen unit; then run back unit "${pytest[@]}" -m "not gpu and not full" "${back_folders[@]}"; fi
   if [ ${#process_folders[@]} -gt 0 ]; then
     run back "${process_folders[*]}" "${pytest[@]}" -m "not timing and not gpu and not full" "${process_folders[@]}"

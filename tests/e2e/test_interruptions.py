@@ -64,7 +64,7 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     before = step_of(latest)
     assert unfinished.name == f"step_{before + 1}.tmp"
 
-    interrupted = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=0")
+    interrupted = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=0", "learner.num_ranks=1")
     interrupted.until(lambda: "resuming after step" in interrupted.text and len(interrupted.lines) >= before + 3)
     # A terminal is closed in the middle of a step, which takes longer than any of Ray's processes would take to end.
     assert not unfinished.exists()

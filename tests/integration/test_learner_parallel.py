@@ -146,10 +146,11 @@ def _work(directory: Path, job: str, layout: str = "") -> dict[str, Any]:
     if dist.get_rank() == 0:
         begin(path.parent, STEPS)
     dist.barrier()
-    learner.save(path, step=STEPS)
+    learner.save(path, step=STEPS, in_background=True)
     if job == "sliding window":
         learner.export_hf(path.parent / "export")
     _train(learner, cfg, STEPS, 1)
+    learner.wait_saved()
     return found | {"path": path, "later": all_weights(learner)}
 
 
