@@ -52,7 +52,7 @@ def test_a_step_of_the_real_model_is_rewarded_and_trained(checkout: Path) -> Non
     # What the learner computes from the converted weights is what vLLM sampled from.
     assert line["mismatch/fresh"] < 0.1
     log = (checkout / "run" / "log.txt").read_text()
-    assert "engines: 8 sequences at once per engine (auto: all 8 that may be in flight)" in log
+    assert "engines: 16 sequences at once per engine (auto: all 16 that may be in flight)" in log
     assert 0.5 < line["learner/entropy"] < 4  # of a language model; noise has the logarithm of 49,152, which is 10.8
 
 
