@@ -209,9 +209,13 @@ def _read_into(part: OwnPart, view: SavedTensor, reader: safe_open, path: Path) 
             f"{path}: {view.name} has shape {tuple(source.get_shape())}, the model's config.json asks for "
             f"{view.shape}; config and weights belong to different models"
         )
-    target, box = view.view(part.tensor, start=part.first_row), part.box
+    box = part.box
     if not view.is_whole:
-        box = (slice(*view.held_rows(box[0].start, box[0].stop)),)
+        start, stop = view.held_rows(box[0].start, box[0].stop)
+        if start == stop:  # an expert of another rank
+            return
+        box = (slice(start, stop),)
+    target = view.view(part.tensor, start=part.first_row)
     if target.numel():
         # A scalar has no rows to slice.
         target.copy_(source[box] if view.shape else reader.get_tensor(view.name))

@@ -30,6 +30,7 @@ from tests.fakes.learner import (
 from tests.fakes.scripted_run import config
 from trainer.errors import ModelError
 from trainer.learner import model as architecture
+from trainer.learner import weights as files
 from trainer.learner.model import meta_model
 from trainer.learner.weights import check_weights, checkpoint_files, has_weights, resolve_model_dir
 
@@ -368,3 +369,22 @@ def test_longrope_takes_the_factors_that_an_engine_of_this_context_takes(
     np.testing.assert_allclose(logprobs(learner, pack(parts)), alone, atol=1e-5)
     expected = 1 / (factor * 10000.0 ** (torch.arange(0, 8, 2) / 8))
     torch.testing.assert_close(learner.model.model.rotary_emb.inv_freq, expected)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_fused_experts_a_rank_reads_its_own_alone(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path, "qwen3_moe"), dtype=torch.float32)
+    halves: list[files.OwnPart] = []
+    for part in files.own_parts(model):
+        length = part.shape[0] // 2
+        rows = slice(rank * length, (rank + 1) * length)
+        own = torch.zeros(length, *part.shape[1:])
+        halves.append(part._replace(box=(rows, *part.box[1:]), tensor=own))
+    expected = {part.name: part.tensor[half.box[0]] for part, half in zip(files.own_parts(model), halves, strict=True)}
+    monkeypatch.setattr(files, "own_parts", lambda _: iter(halves))
+    found = checkpoint_files(tmp_path)
+    assert found is not None and files.load_rows(model, found)
+    for half in halves:
+        assert torch.equal(half.tensor, expected[half.name]), half.name
