@@ -86,6 +86,10 @@ class RayCase:
     def num_steps(self) -> int:
         return max(1, self.num_groups // self.groups_per_step)
 
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        return 16 * (self.prompt_tokens + self.most_tokens)
+
     def workload(self) -> Workload:
         """Lengths are Pareto with shape 3, whose mean is 1.5 times the least."""
         token_s = self.trajectories_admitted / self.trajectories_per_s / (1.5 * self.least_tokens)
@@ -110,7 +114,7 @@ class RayCase:
             },
             learner={
                 "num_ranks": self.num_ranks,
-                "max_tokens_per_micro_batch": 16 * (self.prompt_tokens + self.most_tokens),
+                "max_tokens_per_micro_batch": self.tokens_per_micro_batch,
             },
             mode={"max_staleness": self.max_staleness},
             # A lone response has no peer to be compared with, and most estimators would leave it out of the batch.
@@ -178,6 +182,7 @@ async def _run(case: RayCase, cfg: RunConfig, telemetry: Telemetry) -> dict[str,
     idle_cpu_s = time.process_time() - idle_began
     samples = Samples(groups_running=[], private_bytes=[], shared_bytes=[])
     learner = LearnerGroup(ranks, timeout_s=CALL_TIMEOUT_S)
+    learner.max_tokens_per_micro_batch = case.tokens_per_micro_batch  # as its set-up would report
     workers_began, _ = await _account(workers)
     with rare_collections():
         began, threads_began, wall_began = time.process_time(), _thread_cpu_s(), time.monotonic()
