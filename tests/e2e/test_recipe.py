@@ -29,6 +29,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(recipe: str, folder: Path, *keys: str) -> None:
     """One step."""
     command = ["bash", "scripts/recipes/run.sh", recipe, "trainer.total_steps=1", "trainer.eval_every=0", *keys]
+    command += ["checkpoint.save_at_end=false", "checkpoint.export_hf=false"]
     env = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=840, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
