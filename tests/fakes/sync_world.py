@@ -6,13 +6,16 @@ Real publishers, receivers, sockets and shared memory; only the model and the ho
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from tests.fakes.row_shards import held_by, rows_of
+from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.messages import CommitResult, reply_state
 from weight_sync.plan.types import ParamMeta
@@ -21,8 +24,9 @@ from weight_sync.receive.receiver import WeightReceiver, WorkerService
 from weight_sync.receive.recorder import record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
+    from weight_sync.messages import SyncReport
     from weight_sync.plan.types import WorkerLayout
 
 SHAPES = {
@@ -113,7 +117,7 @@ class LocalPublisher:
 
 
 class LocalReplica:
-    """An engine replica in this process; `paused` and `max_paused` let tests watch the rolling order."""
+    """An engine replica in this process; `board` lets tests watch the rolling order."""
 
     def __init__(self, name: str, num_workers: int = 1, *, board: list[str] | None = None) -> None:
         self.name = name
@@ -164,3 +168,59 @@ class LocalReplica:
             expected = expected_engine(full, worker=worker, num_workers=len(self.models))
             for name, parameter in model.named_parameters():
                 assert torch.equal(parameter, expected[name]), f"{self.name}/{worker} {name} differs"
+
+
+class World:
+    """Learner ranks, replicas (or that many, called r0, r1, ...) and their coordinator. Version v has the weights of
+    seed v. `late_s` puts the coordinator's clock forward."""
+
+    def __init__(self, num_ranks: int, replicas: Sequence[LocalReplica] | int, **options: Any) -> None:
+        self.full = full_weights(0)
+        self.publishers = [LocalPublisher(rank, num_ranks, self.full) for rank in range(num_ranks)]
+        names = [f"r{i}" for i in range(replicas)] if isinstance(replicas, int) else []
+        self.replicas = [LocalReplica(name) for name in names] if isinstance(replicas, int) else [*replicas]
+        self.late_s = 0.0
+        self.coordinator = SyncCoordinator(
+            self.publishers,
+            self.replicas,
+            options=SyncOptions(**{"timeout_s": 20.0, **options}),
+            clock=lambda: time.monotonic() + self.late_s,
+        )
+
+    def hurry(self, timeout_s: float) -> None:
+        """From here on an open, a publish or a sync has so long."""
+        self.coordinator._options = msgspec.structs.replace(self.coordinator._options, timeout_s=timeout_s)
+
+    def train(self, seed: int) -> None:
+        self.full = full_weights(seed)
+        for publisher in self.publishers:
+            publisher.full = self.full
+
+    async def publish(self, version: int) -> None:
+        self.train(version)
+        await self.coordinator.publish(version)
+
+    async def step(self, version: int) -> SyncReport:
+        await self.publish(version)
+        return await self.coordinator.sync(version)
+
+    def assert_all_hold(self, version: int) -> None:
+        for replica in self.replicas:
+            replica.assert_holds(full_weights(version))
+
+
+@contextlib.asynccontextmanager
+async def opened(num_ranks: int, replicas: Sequence[LocalReplica] | int, **options: Any) -> AsyncIterator[World]:
+    world = World(num_ranks, replicas, **options)
+    try:
+        await world.coordinator.open()
+        yield world
+    finally:
+        await world.coordinator.close()
+
+
+async def eventually(is_so: Callable[[], Any], *, within_s: float = 20.0) -> None:
+    """Until it is so; what is asked is the product's own state, so no time is too long but all of it."""
+    async with asyncio.timeout(within_s):
+        while not is_so():
+            await asyncio.sleep(0.005)

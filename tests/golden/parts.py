@@ -11,9 +11,6 @@ from tests.golden.argv import ARGV
 from tests.golden.batches import BATCHES
 from tests.golden.runs import RUNS
 from tests.golden.steps import RANKS, STEPS
-from tests.golden.sync_faces import SYNC_FACES
-from tests.golden.sync_plans import SYNC_PLANS
-from tests.golden.sync_states import SYNC_STATES
 from tests.golden.tools import TOOLS
 from tests.golden.worlds import WORLDS
 
@@ -21,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-SYNC = (SYNC_FACES, SYNC_PLANS, SYNC_STATES)
-PARTS = {part.name: part for part in (ARGV, BATCHES, STEPS, RANKS, RUNS, WORLDS, AGENTS, TOOLS, *SYNC)}
+PARTS = {part.name: part for part in (ARGV, BATCHES, STEPS, RANKS, RUNS, WORLDS, AGENTS, TOOLS)}
 
 
 @contextlib.contextmanager

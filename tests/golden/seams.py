@@ -1,4 +1,4 @@
-"""Where things are and what they are called: with `sync_seams.py`, all of the golden net that changes when code moves.
+"""Where things are and what they are called: all of the golden net that changes when code moves.
 
 Everything here takes plain values and gives plain values back.
 """

@@ -1,4 +1,4 @@
-"""The benchmark's parts: cases, processes, shapes, figures. `tests/full` and the golden net run the whole of it."""
+"""The benchmark's parts: cases, processes, shapes, figures. `tests/full` runs the whole of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.fakes.bench_hosts import MoodyHost
 from tests.fakes.row_shards import row_shards
 from tests.fakes.virtual_time import run_virtual
-from weight_sync.bench.__main__ import parser
+from weight_sync.bench.__main__ import main, parser
 from weight_sync.bench.case import Case, CaseError, assign_devices, read_cases
 from weight_sync.bench.engines import Traffic, engine_devices, merged, windows_of
 from weight_sync.bench.hosts import EngineModel, WorkerHost, host_bytes
@@ -60,6 +60,11 @@ def test_a_bad_suite_is_refused_by_name(entries: list[object], message: str, tmp
     (tmp_path / "suite.json").write_text(json.dumps(entries))
     with pytest.raises(CaseError, match=message):
         cases("--suite", str(tmp_path / "suite.json"))
+
+
+def test_nonsense_on_the_command_line_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "gpt-9"]) == 2
+    assert "command line: model must be one of tiny, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from weight_sync.errors import (
     DigestMismatch,
     PlanMismatch,
     PullTimeout,
+    ReplicaDirty,
     TransportUnusable,
     VersionUnavailable,
     WeightSyncError,
@@ -35,36 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-class World:
-    def __init__(self, num_ranks: int, replicas: list[LocalReplica], **options: object) -> None:
-        self.full = full_weights(0)
-        self.publishers = [LocalPublisher(rank, num_ranks, self.full) for rank in range(num_ranks)]
-        self.replicas = replicas
-        merged = {"timeout_s": 20.0, **options}
-        self.coordinator = SyncCoordinator(self.publishers, replicas, options=SyncOptions(**merged))
-
-    def train(self, seed: int) -> None:
-        self.full = full_weights(seed)
-        for publisher in self.publishers:
-            publisher.full = self.full
-
-    async def step(self, version: int) -> object:
-        self.train(version)
-        await self.coordinator.publish(version)
-        return await self.coordinator.sync(version)
+STAGED_OR_NOT = pytest.mark.parametrize("commit", ["staged", "inplace"])
 
 
-@contextlib.asynccontextmanager
-async def opened(num_ranks: int, replicas: list[LocalReplica], **options: object) -> AsyncIterator[World]:
-    world = World(num_ranks, replicas, **options)
-    try:
-        await world.coordinator.open()
-        yield world
-    finally:
-        await world.coordinator.close()
-
-
-@pytest.mark.parametrize("commit", ["staged", "inplace"])
+@STAGED_OR_NOT
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("num_workers", [1, 2])
 async def test_engines_hold_the_learners_weights_bit_for_bit(commit: str, num_ranks: int, num_workers: int) -> None:
@@ -151,7 +126,7 @@ async def test_a_worker_that_fails_ends_the_wait_for_the_others(monkeypatch: pyt
             may_end.set()
 
 
-@pytest.mark.parametrize("commit", ["staged", "inplace"])
+@STAGED_OR_NOT
 async def test_a_report_says_when_each_replica_pulled_and_went_live(commit: str) -> None:
     async with opened(2, [LocalReplica("r0"), LocalReplica("r1")], commit=commit) as world:
         report = await world.step(1)
@@ -195,7 +170,7 @@ async def test_replicas_that_stand_still_anyway_commit_all_at_once() -> None:
     assert sorted(board[:3]) == ["pause r0", "pause r1", "pause r2"], board
 
 
-@pytest.mark.parametrize("commit", ["staged", "inplace"])
+@STAGED_OR_NOT
 async def test_nothing_is_allocated_after_the_first_sync(commit: str) -> None:
     async with opened(2, [LocalReplica("r0", 2)], commit=commit) as world:
         first = await world.step(1)
@@ -478,6 +453,26 @@ async def test_transport_that_does_not_work_is_an_error_when_it_was_asked_for(mo
     await world.coordinator.close()
 
 
+async def test_calls_out_of_order_or_with_nonsense_are_refused() -> None:
+    for names in ([], ["r0", "r0"]):
+        with pytest.raises(ValueError, match="one replica with names of their own, got 1 ranks and replicas"):
+            World(1, [LocalReplica(name) for name in names])
+    world = World(1, [LocalReplica("r0")])
+    coordinator = world.coordinator
+    with pytest.raises(WeightSyncError, match=r"version 1 is not published \(published: \[\]\)"):
+        await coordinator.sync(1)
+    with pytest.raises(WeightSyncError, match="weight sync is not open; call open first"):
+        await coordinator.join(world.replicas[0])
+    with pytest.raises(WeightSyncError, match="r0 is the last replica; close weight sync instead"):
+        await coordinator.leave("r0")
+    with pytest.raises(KeyError, match="r7"):
+        await coordinator.leave("r7")
+    for block in (coordinator.lease, coordinator.freeze):
+        with pytest.raises(KeyError, match="r7"):
+            async with block("r7"):
+                pass
+
+
 async def test_silent_replica_ends_the_sync_at_its_deadline() -> None:
     replica = LocalReplica("r0")
     async with opened(1, [replica], timeout_s=1.0) as world:
@@ -493,6 +488,8 @@ async def test_silent_replica_ends_the_sync_at_its_deadline() -> None:
             await world.step(1)
         assert asyncio.get_running_loop().time() - started < 15.0
         assert world.coordinator.members == {"r0": "dead"}
+        with pytest.raises(ReplicaDirty, match="no live replica is left"):
+            await world.step(2)
         del replica.call
 
 

@@ -120,14 +120,20 @@ def kill(replica: LocalReplica, times: int) -> None:
 @STAGED_OR_NOT
 @pytest.mark.parametrize("times", [1, 9])
 @pytest.mark.parametrize("trouble", [break_pull, break_commit, kill])
-async def test_after_whatever_happened_to_replicas_no_learner_keeps_a_version(
-    trouble: Callable[[LocalReplica, int], None], times: int, commit: str
+async def test_a_replica_is_tried_twice_and_after_whatever_happened_to_it_no_learner_keeps_a_version(
+    trouble: Callable[[LocalReplica, int], None], times: int, commit: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    state = "dirty" if trouble is break_pull and commit == "inplace" else "dead"
+    is_tried_again, is_lost = trouble is not kill, trouble is kill or times > 1
     replicas = [LocalReplica("r0", 2), LocalReplica("r1", 2)]
     async with opened(2, replicas, commit=commit, num_slots=1) as world:
         await world.step(1)
         trouble(replicas[0], times)
-        await world.step(2)
+        report: Any = await world.step(2)
+        assert world.coordinator.members == {"r0": state if is_lost else "live", "r1": "live"}
+        assert (report.replicas_live, report.num_retries) == ((1, 0) if is_lost else (2, 1))
+        assert ("r0 did not take version 2 (attempt 1): " in caplog.text) == is_tried_again
+        assert (f"r0 is {state} and left out until it joins again: " in caplog.text) == is_lost
         await assert_nothing_is_pinned(world)
         await world.step(3)
         replicas[1].assert_holds(world.full)

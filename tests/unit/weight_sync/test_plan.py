@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import zlib
 from collections import Counter
 from itertools import pairwise, product
@@ -223,32 +224,6 @@ def test_replicas_pack_equal_shares_and_each_byte_once(replicas: int) -> None:
     assert sum((torn - whole).values()) <= 2 * (replicas - 1) * spec.tp, "only boxes where shares meet are torn"
 
 
-def test_replicas_that_differ_are_named() -> None:
-    params = _SPEC.params()
-    boxes = rows_of(params, 0, 1)
-    shards = [RankShards.of(rank, params, boxes, {"0.norm.weight": 7 + (rank == 2)}) for rank in range(3)]
-    words = "ranks 1 and 2 are replicas, but hold different values of 0.norm.weight"
-    with pytest.raises(PlanMismatch, match=words) as caught:
-        build_plan(epoch=1, params=params, shards=shards, workers=worker_layouts(_SPEC))
-    assert "1 problem" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("boxes", "words"),
-    [
-        ([((0, 0), (4, 1)), ((0, 1), (3, 1))], "1 of 8 elements of w are held by no rank"),
-        ([((0, 0), (4, 1)), ((0, 1), (4, 1)), ((3, 0), (1, 2))], "2 elements of w are held in boxes that overlap"),
-    ],
-)
-def test_boxes_that_leave_something_out_or_overlap_are_refused(boxes: list[Any], words: str) -> None:
-    params = (ParamMeta(name="w", shape=(4, 2), dtype="bfloat16"),)
-    engine = (EngineParam(name="w", shape=(4, 2), dtype="bfloat16"),)
-    layout = WorkerLayout(worker=0, params=engine, copies=(_copy("w", (4, 2)),))
-    shards = [RankShards.of(rank, params, [ShardBox("w", *box)]) for rank, box in enumerate(boxes)]
-    with pytest.raises(PlanMismatch, match=words):
-        build_plan(epoch=0, params=params, shards=shards, workers=(layout,))
-
-
 def test_scalar_parameter_travels() -> None:
     params = (ParamMeta(name="scale", shape=(), dtype="float32"),)
     shards = row_shards(params, 1)
@@ -276,10 +251,106 @@ def _copy(name: str, size: tuple[int, ...], dst: str | None = None) -> RecordedC
     )
 
 
-def test_a_worker_that_occurs_twice_is_refused() -> None:
-    layout = worker_layouts(_SPEC)[0]
-    with pytest.raises(PlanMismatch, match="worker 0 occurs 2 times"):
-        build_plan(epoch=0, params=_SPEC.params(), shards=row_shards(_SPEC.params(), 2), workers=(layout, layout))
+_W = ParamMeta(name="w", shape=(4, 2), dtype="bfloat16")
+_HEAD = ParamMeta(name="head", shape=(3, 3), dtype="bfloat16")
+_STORED = EngineParam(name="w", shape=(4, 2), dtype="bfloat16")
+_ROWS = {0: [ShardBox("w", (0, 0), (2, 2))], 1: [ShardBox("w", (2, 0), (2, 2))]}
+_LARGE = {
+    "params": (ParamMeta(name="w", shape=(2048, 1024), dtype="bfloat16"),),
+    "boxes": {0: [ShardBox("w", (0, 0), (2048, 1024))]},
+    "engine": (EngineParam(name="w", shape=(1024, 2048), dtype="bfloat16"),),
+    "copies": (msgspec.structs.replace(_copy("w", (2048, 1024)), dst_stride=(1, 2048)),),
+}
+
+
+def _whole(**changes: Any) -> dict[str, Any]:
+    """The copy of all of `w`, changed."""
+    return {"copies": (msgspec.structs.replace(_copy("w", (4, 2)), **changes),)}
+
+
+def _boxes(*boxes: tuple[tuple[int, int], tuple[int, int]]) -> dict[str, Any]:
+    """Of `w`, one on each rank."""
+    return {"boxes": {rank: [ShardBox("w", *box)] for rank, box in enumerate(boxes)}}
+
+
+_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "source unknown": (_whole(src_param="v"), "worker 0: v -> w: the learner has no parameter of that name"),
+    "target unknown": (_whole(dst_param="x"), "worker 0: w -> x: the engine lists no parameter of that name"),
+    "box too large": (_whole(src_size=(5, 2)), "box at (0, 0) of size (5, 2) exceeds the learner's shape (4, 2)"),
+    "other dimensions": (_whole(src_start=(0, 0, 0)), "recorded with 2 dimensions, the learner's shape is (4, 2)"),
+    "beyond the end": (_whole(dst_offset=1), "w -> w: writes up to element 9 of 8 (shape (4, 2))"),
+    "written twice": (_whole(dst_stride=(1, 1)), "worker 0: 3 elements of w are written more than once"),
+    "backwards": (_whole(dst_stride=(-2, 1)), "destination offset 0 and strides (-2, 1) must not be negative"),
+    "half is loaded": (
+        _whole(src_size=(2, 2)),
+        "4 of 8 elements of w (4, 2) are trained but no engine worker loads them; they would silently keep their old",
+    ),
+    "scattered": (_LARGE, "2097152 runs of 1 elements; at most 1048576 are allowed; the engine stores it in another"),
+    "trained, not loaded": (
+        {"params": (_W, _HEAD), "boxes": {**_ROWS, 0: [*_ROWS[0], ShardBox("head", (0, 0), (3, 3))]}},
+        "head (3, 3) is trained but no engine worker loads it; it would silently keep its old value",
+    ),
+    "stored, not trained": (
+        {"engine": (_STORED, EngineParam(name="idle", shape=(7,), dtype="bfloat16"))},
+        "idle of the engine (7 elements) receives nothing from the learner",
+    ),
+    "listed twice": ({"params": (_W, _W)}, "w is listed 2 times by the learner"),
+    "other dtype": (
+        {"params": (msgspec.structs.replace(_W, dtype="float32"),)},
+        "w, w: the wire has float32, the engine stores bfloat16; send what the engine stores (rollout dtype)",
+    ),
+    "dtype that cannot travel": (
+        {"params": (_W, ParamMeta(name="odd", shape=(1,), dtype="complex64"))},
+        "odd has dtype 'complex64'; allowed: float64, float32,",
+    ),
+    "impossible shape": (
+        {"params": (_W, ParamMeta(name="odd", shape=(-1,), dtype="bfloat16"))},
+        "odd has the impossible shape (-1,)",
+    ),
+    "rows twice": (_boxes(((0, 0), (2, 2)), ((1, 0), (3, 2))), "rows 1-2 of w are held twice (at rank 1)"),
+    "rows nowhere": (_boxes(((0, 0), (2, 2)), ((3, 0), (1, 2))), "rows 2-3 of w are held by no rank (at rank 1)"),
+    "rows missing at the end": (_boxes(((0, 0), (3, 2))), "rows 3-4 of w are held by no rank"),
+    "more rows than there are": (
+        _boxes(((0, 0), (2, 2)), ((2, 0), (7, 2))),
+        "rank 1 holds [2:9, 0:2] of w, whose shape is (4, 2)",
+    ),
+    "an element nowhere": (
+        _boxes(((0, 0), (4, 1)), ((0, 1), (3, 1))),
+        "1 of 8 elements of w are held by no rank",
+    ),
+    "boxes that overlap": (
+        _boxes(((0, 0), (4, 1)), ((0, 1), (4, 1)), ((3, 0), (1, 2))),
+        "2 elements of w are held in boxes that overlap",
+    ),
+    "two shards of one rank": (
+        {"boxes": {0: [*_ROWS[0], *_ROWS[1]]}},
+        "rank 0 lists more than one shard of w; one is allowed",
+    ),
+    "a shard of nothing": (
+        {"boxes": {**_ROWS, 2: [ShardBox("v", (0,), (1,))]}},
+        "rank 2 holds v, which the learner's parameters do not list",
+    ),
+    "replicas that differ": (
+        {"boxes": {rank: [ShardBox("w", (0, 0), (4, 2))] for rank in range(3)}, "digests": {2: {"w": 7}}},
+        "(1 problem):\n  - ranks 1 and 2 are replicas, but hold different values of w",
+    ),
+    "no worker": ({"num_workers": 0}, "no engine worker; a plan needs at least one"),
+    "a worker twice": ({"num_workers": 2}, "worker 0 occurs 2 times"),
+}
+
+
+@pytest.mark.parametrize("case", _REFUSED)
+def test_what_does_not_fit_together_is_refused_by_name(case: str) -> None:
+    changes, words = _REFUSED[case]
+    given = {"params": (_W,), "boxes": _ROWS, "engine": (_STORED,), "num_workers": 1, "digests": {}, **_whole()}
+    given |= changes
+    layout = WorkerLayout(worker=0, params=given["engine"], copies=given["copies"])
+    with pytest.raises(PlanMismatch, match=re.escape(words)):
+        shards = [
+            RankShards.of(rank, given["params"], boxes, given["digests"].get(rank, {}))
+            for rank, boxes in given["boxes"].items()
+        ]
+        build_plan(epoch=1, params=given["params"], shards=shards, workers=[layout] * given["num_workers"])
 
 
 @given(data=st.data())

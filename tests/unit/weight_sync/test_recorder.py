@@ -206,12 +206,48 @@ def _swallow(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 _REFUSED: dict[str, tuple[Loader, str]] = {
+    "arithmetic": (lambda m, n, t: m.w.data.copy_(t + 1), r"aten.add.Tensor computes with t \(6, 4\); only views, cop"),
+    "concatenation": (lambda m, n, t: m.w.data.copy_(torch.cat([t[:3], t[3:]])), "combines t .* with other tensors"),
+    "a number of it": (lambda m, n, t: m.w.data.fill_(t[0, 0].item()), "aten._local_scalar_dense.* computes with t"),
+    "index": (lambda m, n, t: m.w.data.copy_(t[torch.arange(5, -1, -1)]), "aten.index.Tensor computes with t"),
+    "narrower dtype": (
+        lambda m, n, t: m.w.data.copy_(t.bfloat16()),
+        "rounds t from torch.float32 to torch.bfloat16; send it as the engine has it",
+    ),
+    "other bytes": (lambda m, n, t: m.w.data.copy_(t.view(torch.int32)), "reads the bytes of t .* as another dtype"),
+    "its bytes": (
+        lambda m, n, t: m.w.data.view(torch.int32).copy_(t),
+        r"writes torch.int32 \(6, 4\) at byte 0 of w, which holds torch.float32 \(6, 4\); only whole elements",
+    ),
+    "temporary": (
+        lambda m, n, t: m.w.data.copy_(torch.empty(6, 4).copy_(t)),
+        r"puts t into \(6, 4\) of memory that belongs to no parameter or buffer of the engine; use the reload path",
+    ),
+    "other source": (
+        lambda m, n, t: m.w.data.copy_(torch.zeros(6, 4)),
+        "writes something into w that is not part of the checkpoint",
+    ),
+    "random": (lambda m, n, t: m.w.data.normal_(), "aten.normal_.default changes w while t .* is loaded"),
+    "into the checkpoint": (lambda m, n, t: t.copy_(m.w.data), "writes into the checkpoint tensor t; loaders may only"),
+    "added": (lambda m, n, t: m.w.data.add_(t), "aten.add_.Tensor combines t"),
     "out argument": (lambda m, n, t: torch.mul(m.w.data, 2, out=m.w.data), "aten.mul.out changes w"),
     "caught": (_swallow, "aten.mul.Tensor computes with t"),
     "wrong shape": (lambda m, n, t: m.w.data[:5].copy_(t), r"t: \(6, 4\) does not fit \(5, 4\) of w"),
+    "beyond its rows": (
+        lambda m, n, t: m.w.data.copy_(t.narrow(0, 3, 6)),
+        r"the loader of _Engine refused t \(6, 4\): RuntimeError: .*; the learner's parameter does not fit, or",
+    ),
     "half": (
         lambda m, n, t: m.w.data[:2].copy_(t[:2]),
         r"w \(6, 4\): of 24 elements 8 come .* 0 are constant padding, 16 are never written, 0 ",
+    ),
+    "twice": (
+        lambda m, n, t: [m.w.data.copy_(t), m.w.data[5].copy_(t[5])],
+        "24 come from the checkpoint, 0 are constant padding, 0 are never written, 4 are written more than once",
+    ),
+    "filled afterwards": (
+        lambda m, n, t: [m.w.data.copy_(t), m.w.data[1:3].fill_(0)],
+        "8 elements of w are overwritten with a constant after they were loaded",
     ),
     "rebinding data": (lambda m, n, t: setattr(m.w, "data", t), "the loader moves w to other memory"),
     "rebinding": (
@@ -219,7 +255,6 @@ _REFUSED: dict[str, tuple[Loader, str]] = {
         "puts t into",
     ),
 }
-"""Texts of more refusals are in the golden records (sync_faces)."""
 
 
 @pytest.mark.parametrize("case", _REFUSED)
