@@ -1,49 +1,45 @@
+"""Whole syncs: learners, replicas and their lines in one process, with real bytes."""
+
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.fakes.sync_world import LocalPublisher, LocalReplica, full_weights
+from tests.fakes.sync_world import LocalReplica, World, full_weights, opened
 from weight_sync import deadlines
 from weight_sync.control import epoch
-from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
+from weight_sync.control.coordinator import SyncOptions
 from weight_sync.control.epoch import _memory_lines, _pair_line, _size
 from weight_sync.errors import (
     DigestMismatch,
     PlanMismatch,
     PullTimeout,
     ReplicaDirty,
-    TransportUnusable,
     VersionUnavailable,
     WeightSyncError,
 )
 from weight_sync.plan.routes import Stage, plan_routes
 from weight_sync.plan.types import PackPlan, Plan, PullPlan, Run
-from weight_sync.transports import select
 from weight_sync.transports.pair import PAIR_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
 
 STAGED_OR_NOT = pytest.mark.parametrize("commit", ["staged", "inplace"])
 
 
 @STAGED_OR_NOT
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("num_workers", [1, 2])
-async def test_engines_hold_the_learners_weights_bit_for_bit(commit: str, num_ranks: int, num_workers: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_workers"), [(1, 1), (2, 1), (3, 2)])
+async def test_engines_hold_the_learners_weights_bit_for_bit_at_addresses_that_never_change(
+    commit: str, num_ranks: int, num_workers: int
+) -> None:
     replica = LocalReplica("r0", num_workers)
+    addresses = [p.data_ptr() for model in replica.models for p in model.parameters()]
     async with opened(num_ranks, [replica], commit=commit) as world:
         for version in range(3):
             await world.step(version)
@@ -51,35 +47,59 @@ async def test_engines_hold_the_learners_weights_bit_for_bit(commit: str, num_ra
             await world.coordinator.self_test()
         assert replica.versions == [0, 1, 2]
         assert world.coordinator.live_versions == {"r0": 2}
+    assert [p.data_ptr() for model in replica.models for p in model.parameters()] == addresses
+
+
+async def test_calls_out_of_order_or_with_nonsense_are_refused() -> None:
+    for names in ([], ["r0", "r0"]):
+        with pytest.raises(ValueError, match="one replica with names of their own, got 1 ranks and replicas"):
+            World(1, [LocalReplica(name) for name in names])
+    world = World(1, 1)
+    coordinator = world.coordinator
+    with pytest.raises(WeightSyncError, match=r"version 1 is not published \(published: \[\]\)"):
+        await coordinator.sync(1)
+    with pytest.raises(WeightSyncError, match="weight sync is not open; call open first"):
+        await coordinator.join(world.replicas[0])
+    with pytest.raises(WeightSyncError, match="r0 is the last replica; close weight sync instead"):
+        await coordinator.leave("r0")
+    with pytest.raises(KeyError, match="r7"):
+        await coordinator.leave("r7")
+    for block in (coordinator.lease, coordinator.freeze):
+        with pytest.raises(KeyError, match="r7"):
+            async with block("r7"):
+                pass
+
+
+# Time
 
 
 async def test_an_engine_too_busy_for_a_call_is_given_all_the_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host declares it dead when a call does not end in time, and its control thread shows that it lives."""
     monkeypatch.setattr(deadlines, "WATCH_AFTER_S", 0.05)
-    replica, asked = LocalReplica("r0"), list[float]()
+    replica, asked, was_asked = LocalReplica("r0"), list[float](), threading.Event()
     original = replica.call
 
     async def call(method: str, *args: object, timeout_s: float) -> Any:
         if method != "ws_status":
             return await original(method, *args, timeout_s=timeout_s)
         asked.append(timeout_s)
+        was_asked.set()
         await asyncio.sleep(timeout_s)
         raise TimeoutError(f"{method} did not end within {timeout_s:.1f} s; the engine is declared dead")
 
     monkeypatch.setattr(replica, "call", call)
-    async with opened(1, [replica], commit="staged", timeout_s=20.0) as world:
-        opened_epoch = replica.receivers[0]._epoch
-        assert opened_epoch is not None
+    async with opened(1, [replica], commit="staged") as world:
+        opened_epoch: Any = replica.receivers[0]._epoch
         pull = opened_epoch.pull
 
         def slowly(*args: Any, **options: Any) -> Any:
-            time.sleep(0.5)
+            assert was_asked.wait(10)
             return pull(*args, **options)
 
         monkeypatch.setattr(opened_epoch, "pull", slowly)
         await world.step(1)
         replica.assert_holds(world.full)
-        assert asked and min(asked) > 10.0, "longer than the attempt"
+        assert min(asked) > 10.0, "longer than the attempt"
 
 
 async def test_the_loop_goes_on_while_routes_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +113,7 @@ async def test_the_loop_goes_on_while_routes_are_planned(monkeypatch: pytest.Mon
         return plan_routes(*args, **options)
 
     monkeypatch.setattr(epoch, "plan_routes", plan)
-    async with opened(1, [LocalReplica(f"r{i}") for i in range(3)]) as world:
+    async with opened(1, 3) as world:
         await world.step(1)
         assert went_on == [True]
         async with world.coordinator.lease("r0"):
@@ -108,7 +128,6 @@ async def test_a_worker_that_fails_ends_the_wait_for_the_others(monkeypatch: pyt
     replica, may_end = LocalReplica("r0", 2), threading.Event()
     async with opened(1, [replica], commit="staged", timeout_s=60.0) as world:
         await world.step(1)
-        epochs = [receiver._epoch for receiver in replica.receivers]
 
         def fail(*_: Any, **__: Any) -> Any:
             raise DigestMismatch("its memory is broken")
@@ -117,8 +136,8 @@ async def test_a_worker_that_fails_ends_the_wait_for_the_others(monkeypatch: pyt
             assert may_end.wait(30)
             raise PullTimeout("late")
 
-        monkeypatch.setattr(epochs[0], "pull", fail)
-        monkeypatch.setattr(epochs[1], "pull", wait)
+        for receiver, pull in zip(replica.receivers, (fail, wait), strict=True):
+            monkeypatch.setattr(receiver._epoch, "pull", pull)
         try:
             with pytest.raises(WeightSyncError, match="r0: its memory is broken"):
                 await asyncio.wait_for(world.step(2), 20)
@@ -128,7 +147,7 @@ async def test_a_worker_that_fails_ends_the_wait_for_the_others(monkeypatch: pyt
 
 @STAGED_OR_NOT
 async def test_a_report_says_when_each_replica_pulled_and_went_live(commit: str) -> None:
-    async with opened(2, [LocalReplica("r0"), LocalReplica("r1")], commit=commit) as world:
+    async with opened(2, 2, commit=commit) as world:
         report = await world.step(1)
         assert report.version_lag == 0
         assert set(report.replicas) == {"r0", "r1"}
@@ -144,10 +163,24 @@ async def test_a_report_says_when_each_replica_pulled_and_went_live(commit: str)
         assert first.live_at_s <= second.live_at_s - second.pause_s + 0.001
 
 
-async def test_replicas_that_stand_still_anyway_commit_all_at_once() -> None:
-    replicas = [LocalReplica("r0"), LocalReplica("r1"), LocalReplica("r2")]
+async def test_replicas_are_never_all_paused_at_once() -> None:
     board: list[str] = []
-    all_paused = asyncio.Event()
+    replicas = [LocalReplica(f"r{i}", board=board) for i in range(3)]
+    for replica in replicas:
+        replica.commit_delay_s = 0.02
+    async with opened(2, replicas) as world:
+        await world.step(1)
+        world.assert_all_hold(1)
+    paused: set[str] = set()
+    for entry in board:
+        word, name = entry.split()
+        (paused.add if word == "pause" else paused.remove)(name)
+        assert len(paused) <= 1
+
+
+async def test_replicas_that_stand_still_anyway_commit_all_at_once() -> None:
+    board, all_paused = list[str](), asyncio.Event()
+    replicas = [LocalReplica(f"r{i}", board=board) for i in range(3)]
 
     def note() -> None:
         if len(board) == len(replicas):
@@ -164,17 +197,60 @@ async def test_replicas_that_stand_still_anyway_commit_all_at_once() -> None:
         return call_when_all_paused
 
     for replica in replicas:
-        replica.board, replica.before_commit, replica.call = board, note, held(replica)
+        replica.before_commit, replica.call = note, held(replica)
     async with opened(1, replicas, commit="inplace", rolling=False) as world:
         await world.step(1)
     assert sorted(board[:3]) == ["pause r0", "pause r1", "pause r2"], board
+
+
+async def test_a_silent_replica_ends_the_sync_at_its_deadline() -> None:
+    async with opened(1, 1) as world:
+        world.hurry(1.0)
+        replica = world.replicas[0]
+        call, server = replica.call, replica.receivers[0]._server
+        assert server is not None
+
+        async def hang(*_: object, timeout_s: float) -> list[bytes]:
+            await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
+            raise AssertionError
+
+        replica.call = hang
+        server.close()
+        started = asyncio.get_running_loop().time()
+        with pytest.raises((TimeoutError, PullTimeout)):
+            await world.step(1)
+        assert asyncio.get_running_loop().time() - started < 15.0
+        assert world.coordinator.members == {"r0": "dead"}
+        with pytest.raises(ReplicaDirty, match="no live replica is left"):
+            await world.step(2)
+        replica.call = call
+
+
+async def test_version_that_is_overtaken_while_it_waits_harms_no_replica() -> None:
+    async with opened(1, 1) as world:
+        await world.step(1)
+        coordinator = world.coordinator
+        await coordinator.publish(2)
+        async with coordinator._membership_lock:  # somebody joins
+            waiting = asyncio.create_task(coordinator.sync(2))
+            await asyncio.sleep(0.05)
+            for version in (3, 4):
+                await coordinator.publish(version)
+        with pytest.raises(VersionUnavailable, match="version 2 is not held here"):
+            await waiting
+        assert coordinator.members == {"r0": "live"}
+        await coordinator.sync(4)
+        world.assert_all_hold(1)
+
+
+# What is left behind
 
 
 @STAGED_OR_NOT
 async def test_nothing_is_allocated_after_the_first_sync(commit: str) -> None:
     async with opened(2, [LocalReplica("r0", 2)], commit=commit) as world:
         first = await world.step(1)
-        for version in range(2, 31):
+        for version in range(2, 21):
             report = await world.step(version)
             if version == 10:
                 files, threads = open_files(), own_threads()
@@ -194,19 +270,13 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_parameter_addresses_never_change() -> None:
-    replica = LocalReplica("r0")
-    addresses = [p.data_ptr() for p in replica.models[0].parameters()]
-    async with opened(2, [replica]) as world:
-        await world.step(1)
-        await world.step(2)
-    assert [p.data_ptr() for p in replica.models[0].parameters()] == addresses
+# Failures of a replica
 
 
 async def test_rebound_parameter_is_noticed_before_anything_is_written() -> None:
-    replica = LocalReplica("r0")
-    async with opened(1, [replica]) as world:
+    async with opened(1, 1) as world:
         await world.step(1)
+        replica = world.replicas[0]
         model = replica.models[0]
         model.norm = torch.nn.Parameter(model.norm.clone(), requires_grad=False)
         with pytest.raises(WeightSyncError, match="norm"):
@@ -214,44 +284,26 @@ async def test_rebound_parameter_is_noticed_before_anything_is_written() -> None
         assert replica.receivers[0].live_version == 1
 
 
-async def test_replicas_are_never_all_paused_at_once() -> None:
-    board: list[str] = []
-    replicas = [LocalReplica(f"r{i}", board=board) for i in range(3)]
-    for replica in replicas:
-        replica.commit_delay_s = 0.02
-    async with opened(2, replicas) as world:
-        await world.step(1)
-        for replica in replicas:
-            replica.assert_holds(world.full)
-    paused: set[str] = set()
-    for entry in board:
-        word, name = entry.split()
-        (paused.add if word == "pause" else paused.remove)(name)
-        assert len(paused) <= 1
-
-
 async def test_failing_replica_is_left_out_and_the_others_go_on() -> None:
-    replicas = [LocalReplica("r0"), LocalReplica("r1")]
-
     def die() -> None:
         raise ConnectionError("engine process is gone")
 
-    async with opened(2, replicas) as world:
+    async with opened(2, 2) as world:
         await world.step(1)
+        failing, other = world.replicas
         seen: list[dict[str, str]] = []
         world.coordinator.on_change(lambda: seen.append(world.coordinator.members))
-        replicas[0].before_commit = die
+        failing.before_commit = die
         report = await world.step(2)
         assert seen == [{"r0": "dead", "r1": "live"}]
         assert (report.replicas_live, report.replicas_skipped) == (1, 1)
         assert world.coordinator.members == {"r0": "dead", "r1": "live"}
-        replicas[1].assert_holds(world.full)
-        assert not replicas[0].is_paused
-        replicas[0].before_commit = lambda: None
+        other.assert_holds(world.full)
+        assert not failing.is_paused
+        failing.before_commit = lambda: None
         await world.coordinator.open()  # a new epoch takes it in again
-        report = await world.step(3)
-        assert report.replicas_live == 2
-        replicas[0].assert_holds(world.full)
+        assert (await world.step(3)).replicas_live == 2
+        failing.assert_holds(world.full)
         await world.coordinator.leave("r1")
         assert seen[-1] == {"r0": "live"}
 
@@ -266,34 +318,10 @@ async def test_self_test_names_the_parameter_that_differs() -> None:
             await world.coordinator.self_test()
 
 
-async def test_flipped_byte_is_pulled_again_and_committed_right() -> None:
-    replica = LocalReplica("r0")
-    async with opened(2, [replica]) as world:
-        flip_after_pull(replica, times=1)
-        report = await world.step(1)
-        assert report.num_retries == 1
-        replica.assert_holds(world.full)
-
-
-@pytest.mark.parametrize(("commit", "state"), [("staged", "dead"), ("inplace", "dirty")])
-async def test_byte_that_stays_flipped_is_never_committed(commit: str, state: str) -> None:
-    replica = LocalReplica("r0")
-    async with opened(1, [replica], commit=commit) as world:
-        await world.step(1)
-        old = world.full
-        flip_after_pull(replica, times=100)
-        with pytest.raises(WeightSyncError, match="differ from what was packed, twice"):
-            await world.step(2)
-        assert world.coordinator.members == {"r0": state}
-        assert replica.receivers[0].is_dirty == (state == "dirty")
-        assert replica.is_paused == (state == "dirty"), "a dirty engine must not generate"
-        if state == "dead":
-            replica.assert_holds(old)
-
-
 def flip_after_pull(replica: LocalReplica, *, times: int) -> None:
     """Damage the first byte that arrives, `times` times, between the copy and the digest."""
-    end = next(iter(replica.receivers[0]._epoch.readers.values()))
+    epoch: Any = replica.receivers[0]._epoch
+    end = next(iter(epoch.readers.values()))
     original, left = end.pull, [times]
 
     def pull(slot: int, pieces: tuple, **kwargs: object) -> None:
@@ -305,13 +333,38 @@ def flip_after_pull(replica: LocalReplica, *, times: int) -> None:
     end.pull = pull
 
 
+async def test_flipped_byte_is_pulled_again_and_committed_right() -> None:
+    async with opened(2, 1) as world:
+        flip_after_pull(world.replicas[0], times=1)
+        assert (await world.step(1)).num_retries == 1
+        world.assert_all_hold(1)
+
+
+@pytest.mark.parametrize(("commit", "state"), [("staged", "dead"), ("inplace", "dirty")])
+async def test_byte_that_stays_flipped_is_never_committed(commit: str, state: str) -> None:
+    async with opened(1, 1, commit=commit) as world:
+        await world.step(1)
+        replica = world.replicas[0]
+        flip_after_pull(replica, times=100)
+        with pytest.raises(WeightSyncError, match="differ from what was packed, twice"):
+            await world.step(2)
+        assert world.coordinator.members == {"r0": state}
+        assert replica.receivers[0].is_dirty == (state == "dirty")
+        assert replica.is_paused == (state == "dirty"), "a dirty engine must not generate"
+        if state == "dead":
+            replica.assert_holds(full_weights(1))
+
+
+# What an open says and refuses
+
+
 async def test_drift_is_refused_before_a_byte_moves() -> None:
-    replica = LocalReplica("r0")
-    world = World(1, [replica])
-    replica.models[0].norm = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16), requires_grad=False)
+    world = World(1, 1)
+    model = world.replicas[0].models[0]
+    model.norm = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16), requires_grad=False)
     with pytest.raises(PlanMismatch, match="norm"):
         await world.coordinator.open()
-    assert all(not bool(p.any()) for p in replica.models[0].parameters())
+    assert all(not bool(p.any()) for p in model.parameters())
     await world.coordinator.close()
 
 
@@ -348,14 +401,14 @@ async def test_memory_is_printed_before_any_of_it_is_allocated(caplog: pytest.Lo
     world.publishers[1].ws_open = open_later  # type: ignore[method-assign]
     await world.coordinator.open()
     try:
-        blocks = [publisher.publisher._epoch.end.block for publisher in world.publishers]
-        buffers = [receiver._epoch.targets.buffer for receiver in world.replicas[0].receivers]
+        epochs: list[Any] = [publisher.publisher._epoch for publisher in world.publishers]
+        workers: list[Any] = [receiver._epoch for receiver in world.replicas[0].receivers]
         lines = [line for line in printed[0].splitlines() if "memory of " in line]
-        for rank, block in enumerate(blocks):
-            slot = _size(world.publishers[rank].publisher._epoch.plan.arena_bytes)
-            assert f"rank {rank} 3 x {slot}, with the probe {_size(block.nbytes)}" in lines[0]
-        for worker, buffer in enumerate(buffers):
-            assert f"worker {worker} {_size(buffer.nbytes)}" in lines[1]
+        for rank, own in enumerate(epochs):
+            slot = _size(own.plan.arena_bytes)
+            assert f"rank {rank} 3 x {slot}, with the probe {_size(own.end.block.nbytes)}" in lines[0]
+        for worker, own in enumerate(workers):
+            assert f"worker {worker} {_size(own.targets.buffer.nbytes)}" in lines[1]
     finally:
         await world.coordinator.close()
 
@@ -363,15 +416,11 @@ async def test_memory_is_printed_before_any_of_it_is_allocated(caplog: pytest.Lo
 def test_memory_lines_have_the_figures_of_a_large_plan() -> None:
     run = Run(src_rank=1, src_off=0, dst_param="w", dst_off=0, nbytes=5_000_000)
     none = np.zeros((0, 4), np.int64)
-    plan = Plan(
-        epoch=1,
-        params=(),
-        pack=tuple(
-            PackPlan(rank=rank, params=(), arena_bytes=size, table=none, segments=none, readers=none)
-            for rank, size in enumerate((0, 5_000_000))
-        ),
-        pull=(PullPlan.of(0, [run]),),
+    pack = tuple(
+        PackPlan(rank=rank, params=(), arena_bytes=size, table=none, segments=none, readers=none)
+        for rank, size in enumerate((0, 5_000_000))
     )
+    plan = Plan(epoch=1, params=(), pack=pack, pull=(PullPlan.of(0, [run]),))
     learners, engines = _memory_lines(plan, SyncOptions(num_slots=2))
     # A slot begins at a page; the probe behind the slots has a megabyte of 2^20 bytes.
     assert (
@@ -387,125 +436,10 @@ def test_groups_of_two_are_counted_by_the_routes_before_they_are_built() -> None
     reads, homes = {0: "nccl", 1: "ipc"}, {"r0": "a", "r1": "a", "r2": "b"}
     infos: Any = {name: [SimpleNamespace(worker=0, node=node, transports=reads)] for name, node in homes.items()}
     giver: Any = SimpleNamespace(owner="r0/0", node="a", arenas=[SimpleNamespace(transport=t) for t in ("ipc", "nccl")])
-    all_direct, all_via = (Stage(ranks=(0, 1)),), (Stage(ranks=(0, 1), via=(0,)),)
-    requests: Any = {
-        "r0": [SimpleNamespace(stages=all_direct, predecessors=())],
-        "r1": [SimpleNamespace(stages=all_via, predecessors=(giver,))],
-        "r2": [SimpleNamespace(stages=all_via, predecessors=(giver,))],
-    }
+    direct = SimpleNamespace(stages=(Stage(ranks=(0, 1)),), predecessors=())
+    behind = SimpleNamespace(stages=(Stage(ranks=(0, 1), via=(0,)),), predecessors=(giver,))
+    requests: Any = {"r0": [direct], "r1": [behind], "r2": [behind]}
     of_r0, total = 2 * PAIR_BYTES["nccl"], 4 * PAIR_BYTES["nccl"]
     expected = f"memory of groups of two: {_size(of_r0)} of the device of r0/0, {_size(total)} in all"
     assert _pair_line(infos, requests) == expected
     assert _pair_line({"r1": infos["r1"]}, {"r1": requests["r1"]}) == ""
-
-
-async def test_one_failed_attempt_does_not_cost_a_learner_its_best_transport(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    mapped, asked = select.MappedReader, list[Any]()
-
-    def refuse_once(backend: Any, arena: Any) -> Any:
-        asked.append(arena)
-        if asked.count(arena) == 1:
-            raise TransportUnusable("the driver was busy")
-        return mapped(backend, arena)
-
-    monkeypatch.setattr(select, "MappedReader", refuse_once)
-    replica = LocalReplica("r0")
-    async with opened(2, [replica], transport="auto") as world:
-        assert world.coordinator.transport == "ipc"
-        await world.step(1)
-        replica.assert_holds(world.full)
-        assert len(asked) == 4
-        warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        wanted = "learner {} was not reached by ipc, which is tried once more: the driver was busy"
-        assert sorted(warned) == [wanted.format(0), wanted.format(1)]
-        assert world.coordinator.transport == "ipc"
-
-
-async def test_auto_lets_the_learner_send_when_its_memory_cannot_be_mapped(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object) -> object:
-        raise TransportUnusable("no peer access")
-
-    monkeypatch.setattr(select, "MappedReader", refuse)
-    replica = LocalReplica("r0")
-    async with opened(2, [replica], transport="auto") as world:
-        assert world.coordinator.transport == "gloo"
-        warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        # In the worker's own log, and for all learners in that of the coordinator, which people read.
-        assert sum("cannot be reached by ipc: no peer access" in message for message in warned) == 1
-        for rank in (0, 1):
-            assert f"r0/0 does not read learner {rank} by ipc: no peer access" in warned
-        await world.step(1)
-        replica.assert_holds(world.full)
-
-
-async def test_transport_that_does_not_work_is_an_error_when_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> object:
-        raise TransportUnusable("no peer access")
-
-    monkeypatch.setattr(select, "MappedReader", refuse)
-    world = World(1, [LocalReplica("r0")], transport="ipc")
-    with pytest.raises(TransportUnusable, match="no peer access"):
-        await world.coordinator.open()
-    await world.coordinator.close()
-
-
-async def test_calls_out_of_order_or_with_nonsense_are_refused() -> None:
-    for names in ([], ["r0", "r0"]):
-        with pytest.raises(ValueError, match="one replica with names of their own, got 1 ranks and replicas"):
-            World(1, [LocalReplica(name) for name in names])
-    world = World(1, [LocalReplica("r0")])
-    coordinator = world.coordinator
-    with pytest.raises(WeightSyncError, match=r"version 1 is not published \(published: \[\]\)"):
-        await coordinator.sync(1)
-    with pytest.raises(WeightSyncError, match="weight sync is not open; call open first"):
-        await coordinator.join(world.replicas[0])
-    with pytest.raises(WeightSyncError, match="r0 is the last replica; close weight sync instead"):
-        await coordinator.leave("r0")
-    with pytest.raises(KeyError, match="r7"):
-        await coordinator.leave("r7")
-    for block in (coordinator.lease, coordinator.freeze):
-        with pytest.raises(KeyError, match="r7"):
-            async with block("r7"):
-                pass
-
-
-async def test_silent_replica_ends_the_sync_at_its_deadline() -> None:
-    replica = LocalReplica("r0")
-    async with opened(1, [replica], timeout_s=1.0) as world:
-
-        async def hang(*_: object, timeout_s: float) -> list[bytes]:
-            await asyncio.wait_for(asyncio.Event().wait(), timeout_s)
-            raise AssertionError
-
-        replica.call = hang
-        replica.receivers[0]._server.close()
-        started = asyncio.get_running_loop().time()
-        with pytest.raises((TimeoutError, PullTimeout)):
-            await world.step(1)
-        assert asyncio.get_running_loop().time() - started < 15.0
-        assert world.coordinator.members == {"r0": "dead"}
-        with pytest.raises(ReplicaDirty, match="no live replica is left"):
-            await world.step(2)
-        del replica.call
-
-
-async def test_version_that_is_overtaken_while_it_waits_harms_no_replica() -> None:
-    replica = LocalReplica("r0")
-    async with opened(1, [replica]) as world:
-        await world.step(1)
-        coordinator = world.coordinator
-        await coordinator.publish(2)
-        async with coordinator._membership_lock:  # somebody joins
-            waiting = asyncio.create_task(coordinator.sync(2))
-            await asyncio.sleep(0.05)
-            for version in (3, 4):
-                await coordinator.publish(version)
-        with pytest.raises(VersionUnavailable, match="version 2 is not held here"):
-            await waiting
-        assert coordinator.members == {"r0": "live"}
-        await coordinator.sync(4)
-        replica.assert_holds(world.full)

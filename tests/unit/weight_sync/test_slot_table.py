@@ -130,6 +130,20 @@ def test_the_newest_version_stays_while_an_older_slot_can_be_taken() -> None:
     assert table.slot_of(2) is not None
 
 
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_reader_that_is_too_slow_finds_that_its_slot_was_packed_again(num_slots: int) -> None:
+    clock = Clock()
+    table = SlotTable(num_slots, clock=clock)
+    publish(table, 1)
+    read = table.pin(1, 5.0).result(0)
+    clock.now = 6.0
+    for version in range(2, num_slots + 1):
+        publish(table, version)
+    assert table.holding(read.slot, read.generation) is not None, "what it read is whole, though its pin is over"
+    assert publish(table, num_slots + 1) == read.slot
+    assert table.holding(read.slot, read.generation) is None
+
+
 @pytest.mark.parametrize("version", [4, 5])
 def test_a_version_must_be_newer_than_all_that_are_held(version: int) -> None:
     table = SlotTable(2, clock=Clock())
