@@ -321,6 +321,9 @@ async def test_one_socket_reaches_many_workers_concurrently(desk: Desk) -> None:
     dialled = [lines.dial(f"r{number}/0", server.address) for number, server in enumerate(servers)]
     asking = [lines.ask(line, CHECK, Checked, deadline_s=ANSWER_S) for line in dialled]
     assert {checked.is_intact for checked in await asyncio.gather(*asking)} == {True}
+    ports = {int(server.address.endpoint.rpartition(":")[2]) for server in servers}
+    connections = psutil.Process().net_connections("tcp")
+    assert sum(bool(one.raddr) and one.raddr.port in ports for one in connections) == 20, "one to each"
     lines.hang_up(dialled[3])
     lines.hang_up(dialled[3])
     with pytest.raises(WeightSyncError, match="the line to r3/0 is closed"):

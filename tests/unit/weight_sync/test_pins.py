@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,7 @@ from weight_sync.errors import (
     VersionUnavailable,
     WeightSyncError,
 )
-from weight_sync.messages import Pin, Request, Unpin
+from weight_sync.messages import AwaitRequest, Check, Pin, PrefetchRequest, Request, Unpin
 from weight_sync.publish.slots import SlotState
 
 if TYPE_CHECKING:
@@ -65,6 +66,27 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 def pins_in(heard: list[Request]) -> list[Request]:
     return [request for request in heard if isinstance(request, Pin | Unpin)]
+
+
+async def test_a_version_costs_the_driver_one_message_per_worker_and_two_per_learner(
+    heard: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker asks each learner once whether it is there whole, and its neighbour twice per source at most."""
+    monkeypatch.setattr(deadlines, "RESEND_S", 120.0)  # a busy machine would repeat itself
+    num_ranks, num_replicas, tp = 3, 4, 2
+    async with opened(num_ranks, [LocalReplica(f"r{i}", tp) for i in range(num_replicas)], commit="staged") as world:
+        await world.step(1)
+        for version in (2, 3):
+            await assert_nothing_is_pinned(world)
+            heard.clear()
+            await world.step(version)
+        await assert_nothing_is_pinned(world)
+        costs = Counter(type(request) for request in heard)
+        num_workers = num_replicas * tp
+        assert costs.pop(AwaitRequest) <= 2 * num_ranks * (num_replicas - 1) * tp
+        assert costs == {
+            PrefetchRequest: num_workers, Pin: num_ranks, Unpin: num_ranks, Check: num_workers * num_ranks,
+        }  # fmt: skip
 
 
 @STAGED_OR_NOT
