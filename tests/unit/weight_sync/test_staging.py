@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.sync_world import LocalReplica
-from tests.unit.weight_sync.test_coordinator import opened
+from tests.fakes.sync_world import opened
 from weight_sync.plan.types import PullPlan, Run
 from weight_sync.receive import staging
 from weight_sync.receive.staging import UnchangedRuns, merged_spans, parts_in, staging_layout
@@ -102,8 +101,7 @@ async def test_replicas_that_hand_versions_on_hold_every_version_of_which_a_part
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(staging, "SKIP_GAP_BYTES", 0)
-    replicas = [LocalReplica(f"r{number}") for number in range(3)]
-    async with opened(2, replicas, commit="staged") as world:
+    async with opened(2, 3, commit="staged") as world:
         others, skipped = world.full, 0
         world.train(1)
         weights = world.full
@@ -115,6 +113,6 @@ async def test_replicas_that_hand_versions_on_hold_every_version_of_which_a_part
             report = await world.coordinator.sync(version)
             assert report.num_retries == 0
             skipped += report.skipped_bytes
-            for replica in replicas:
+            for replica in world.replicas:
                 replica.assert_holds(weights)
         assert skipped > 0
