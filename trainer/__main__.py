@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import logging
 import os
 import sys
 import time
@@ -38,6 +39,11 @@ TOOLS = {
 """First word of a command line -> the module whose `main` it is, imported when it is asked for."""
 
 
+ALARMING = ("torchao", "torch.utils._pytree")
+"""Loggers that warn of kernels for other devices, which nobody asked for, whenever torchao is imported. If it is
+installed, transformers does that."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 done, 1 failed, 2 configuration or data error, 130 interrupted,
     141 the reader of stdout is gone. A tool, which the first word names, has exit codes of its own.
@@ -45,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     An unexpected error leaves this function: Python prints it and exits with 1.
     """
     started_at = process_started_at()
+    for name in ALARMING:
+        logging.getLogger(name).setLevel(logging.ERROR)
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and (tool := TOOLS.get(arguments[0])) is not None:
         return importlib.import_module(tool).main(arguments[1:])

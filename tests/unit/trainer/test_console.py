@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,18 @@ def test_tools_are_named_by_the_help_and_run_by_the_first_word(capsys: pytest.Ca
     assert [line.split()[0] for line in named] == [*TOOLS]
     assert main(["advise", "/nowhere"]) == 2 and "is not a directory" in capsys.readouterr().err
     assert main(["advice"]) == 2 and "advice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "word"),
+    [("advise", "advise"), ("bench", "bench"), ("check_plugin", "check"), ("export", "export"), ("view", "view")],
+)
+def test_earlier_names_of_tools_still_start_them(
+    module: str, word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["-m", "--help"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"trainer.{module}", run_name="__main__", alter_sys=True)
+    assert ended.value.code == 0
+    assert f"usage: python -m trainer {word}" in capsys.readouterr().out

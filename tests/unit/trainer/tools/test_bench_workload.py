@@ -214,7 +214,8 @@ class Engine:
 
 async def play(*engines: Engine, length: object) -> list[Trajectory]:
     """A response of each engine to one prompt."""
-    loop, token_ids = make_loop("trainer.tools.bench_workload.forced_lengths", {}), np.array([1, 2], np.int32)
+    loop = make_loop("trainer.bench.agent.forced_lengths", {})  # as configurations of earlier runs name it
+    token_ids = np.array([1, 2], np.int32)
     metadata = {"response_tokens": length}
     asked = Prompt(prompt_id="p", token_ids=token_ids, text="", answer="", metadata=metadata)
     return [check_trajectory(await loop.run(asked, 16, engine), asked, 16) for engine in engines]

@@ -1,0 +1,1 @@
+"""Earlier names of what is in `trainer.tools`; configurations of earlier runs have them."""
