@@ -215,6 +215,14 @@ def assert_gradients(got: Mapping[str, torch.Tensor], expected: Mapping[str, Any
         torch.testing.assert_close(got[name] / scale, gradient / scale, rtol=tolerance, atol=tolerance)
 
 
+def assert_close(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, rtol: float) -> None:
+    """The norm of every difference, relative to that of what is expected."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        error = (got[name] - tensor).norm() / tensor.norm().clamp_min(1e-6)
+        assert error <= rtol, f"{name}: {error}"
+
+
 @contextlib.contextmanager
 def held_writes() -> Iterator[threading.Event]:
     """No checkpoint is written before the event is set."""

@@ -6,11 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from tests.golden import seams
-from tests.golden.agents import AGENTS
 from tests.golden.argv import ARGV
-from tests.golden.batches import BATCHES
 from tests.golden.runs import RUNS
-from tests.golden.steps import RANKS, STEPS
 from tests.golden.tools import TOOLS
 from tests.golden.worlds import WORLDS
 
@@ -18,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PARTS = {part.name: part for part in (ARGV, BATCHES, STEPS, RANKS, RUNS, WORLDS, AGENTS, TOOLS)}
+PARTS = {part.name: part for part in (ARGV, RUNS, WORLDS, TOOLS)}
 
 
 @contextlib.contextmanager

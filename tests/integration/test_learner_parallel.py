@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.fakes.learner import (
     RankPool,
+    assert_close,
     gradients,
     logprobs,
     make_learner,
@@ -226,23 +227,16 @@ def one(directory: Path, asked: set[str], one_rank: None) -> dict[str, Any]:
     return {job: _work(directory, job) for job in JOBS if job in asked}
 
 
-def _assert_close(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, rtol: float) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        error = (got[name] - tensor).norm() / tensor.norm().clamp_min(1e-6)
-        assert error <= rtol, f"{name}: relative error {error}"
-
-
 @pytest.mark.parametrize(("layout", "job"), CASES)
 def test_a_step_is_that_of_one_rank(layout: str, job: str, one: dict[str, Any], four: list[dict[str, Any]]) -> None:
     expected = one[job]
     for rank in four:
         got = rank[layout][job]
-        _assert_close(got["gradients"], expected["gradients"], rtol=1e-5)
+        assert_close(got["gradients"], expected["gradients"], rtol=1e-5)
         torch.testing.assert_close(torch.from_numpy(got["logprobs"]), torch.from_numpy(expected["logprobs"]))
         assert got["metrics"] == pytest.approx(expected["metrics"], rel=1e-3, abs=1e-6)
         assert got["metrics"] == four[0][layout][job]["metrics"], "equal on every rank"
-        _assert_close(got["later"], expected["later"], rtol=1e-4)
+        assert_close(got["later"], expected["later"], rtol=1e-4)
 
 
 @EVERY_LAYOUT
@@ -250,9 +244,9 @@ def test_a_checkpoint_continues_on_another_layout_and_on_one_rank(
     layout: str, directory: Path, four: list[dict[str, Any]]
 ) -> None:
     for rank in four:
-        _assert_close(rank["resumed"][layout], rank[layout][RESUMED]["later"], rtol=1e-4)  # all began with equal bits
+        assert_close(rank["resumed"][layout], rank[layout][RESUMED]["later"], rtol=1e-4)  # all began with equal bits
     of_layout = four[0][layout][RESUMED]
-    _assert_close(_continued(directory, RESUMED, of_layout["path"]), of_layout["later"], rtol=1e-4)
+    assert_close(_continued(directory, RESUMED, of_layout["path"]), of_layout["later"], rtol=1e-4)
 
 
 @EVERY_LAYOUT

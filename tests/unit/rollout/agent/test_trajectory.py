@@ -168,6 +168,27 @@ async def test_replies_are_appended_as_context_and_come_out_of_the_budget() -> N
     assert replies.seen == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("finish", "max_turns", "max_tokens", "num_asked", "status"),
+    [
+        (("length",), 5, 10, 1, "truncated"),
+        (("stop", "length"), 5, 10, 2, "truncated"),
+        (("stop", "abort"), 5, 10, 2, "failed"),
+        (("stop", "stop"), 2, 10, 2, "truncated"),  # nobody would read the last reply
+        (("stop", "stop"), 5, 4, 2, "completed"),
+        (("stop",), 5, 3, 1, "truncated"),  # its reply leaves no room for a token
+    ],
+)
+async def test_a_conversation_ends_with_a_response_that_is_cut_the_last_turn_or_the_budget(
+    finish: tuple[FinishReason, ...], max_turns: int, max_tokens: int, num_asked: int, status: str
+) -> None:
+    generate = Scripted(*(([3], reason) for reason in finish))
+    replies = Replies(*[[90, 91]] * (1 if status == "completed" else 3))
+    made = await MultiTurnLoop(lambda _: replies, max_turns=max_turns).run(PROMPT, max_tokens, generate)
+    assert (len(generate.asked), made.status) == (num_asked, status)
+    assert made.token_ids.tolist() == [1, 2, 3, 90, 91, 3][: 3 * num_asked]
+
+
 async def test_the_calls_of_tools_are_those_that_the_environment_counted() -> None:
     environment: Any = Replies()
     loop = MultiTurnLoop(lambda _: environment, max_turns=5)

@@ -3,10 +3,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rollout.fleet.states import TRANSITIONS, EngineRecord, EngineState, EventKind, apply
+from rollout.fleet.states import EngineRecord, EngineState, EventKind, apply
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,6 +36,13 @@ def test_every_event_in_every_state(state: EngineState, event: EventKind) -> Non
         assert changed.reason == ("died" if event == "lost" else "")
 
 
+def test_it_is_pinned_until_every_pin_is_taken_back() -> None:
+    twice = EngineRecord(incarnation=3, state="pinned", num_pins=2)
+    assert apply(twice, "unpin", incarnation=3) == record("pinned")
+    lost = apply(twice, "lost", incarnation=3)
+    assert lost is not None and (lost.num_pins, lost.is_there) == (0, False)
+
+
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("incarnation", [2, 4])
@@ -53,40 +58,3 @@ def test_the_reason_of_a_loss_is_kept_until_the_next_engine_has_joined() -> None
     assert (starting.reason, starting.incarnation) == ("out of memory", 1)
     live = apply(starting, "joined", incarnation=1)
     assert live == EngineRecord(incarnation=1)
-
-
-class Histories(RuleBasedStateMachine):
-    """Any events in any order, some of them late, as reports of workers are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.record = EngineRecord()
-        self.num_pins = 0
-        self.was_lost = False
-
-    @rule(event=st.sampled_from(EVENTS), late=st.integers(0, 2))
-    def happens(self, event: EventKind, late: int) -> None:
-        before = self.record
-        changed = apply(before, event, incarnation=before.incarnation - late, reason="why")
-        if late or (before.state, event) not in TRANSITIONS:
-            assert changed is None
-            return
-        assert changed is not None
-        self.record = changed
-        if event == "lost":
-            self.was_lost, self.num_pins = True, 0
-        elif event == "joined":
-            self.was_lost = False
-        self.num_pins += (event == "pin") - (event == "unpin")
-
-    @invariant()
-    def only_a_new_incarnation_ends_a_loss(self) -> None:
-        assert self.record.is_there != self.was_lost
-
-    @invariant()
-    def it_is_pinned_until_every_pin_is_taken_back(self) -> None:
-        assert self.record.num_pins == self.num_pins
-        assert (self.record.state == "pinned") == (self.num_pins > 0)
-
-
-TestHistories = Histories.TestCase

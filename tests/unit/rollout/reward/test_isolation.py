@@ -23,38 +23,33 @@ def read(path: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-async def test_reward_processes_import_neither_torch_nor_ray_nor_the_parents_main_module() -> None:
-    async with RewardPool(PLAIN, timeout_s=10.0, num_processes=1) as rewards:
-        result = await rewards.score(a_prompt(), "modules")
-    assert result.parts == {"torch": 0.0, "ray": 0.0, "pytest": 0.0}
-
-
-async def test_keys_that_the_run_alone_needs_do_not_reach_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reward_processes_import_neither_torch_nor_ray_nor_the_parents_main_module_and_see_no_key_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = [*DRIVER_ONLY, "JUDGE_API_KEY"]
     for name in names:
         monkeypatch.setenv(name, "secret")
-    async with RewardPool(PLAIN, timeout_s=5.0, num_processes=1) as rewards:
+    async with RewardPool(PLAIN, timeout_s=10.0, num_processes=1) as rewards:
+        imported = await rewards.score(a_prompt(), "modules")
         found = await outcomes(rewards, [f"has_key {name}" for name in names])
+    assert imported.parts == {"torch": 0.0, "ray": 0.0, "pytest": 0.0}
     assert found == [0.0] * len(DRIVER_ONLY) + [1.0]
 
 
 # ---------------------------------------------------------------- what a reward has started
 
 
-@pytest.mark.parametrize("session", ["stays", "leaves"])
-async def test_a_hang_takes_what_the_reward_started_with_it(tmp_path: Path, session: str) -> None:
-    async with RewardPool(PLAIN, timeout_s=2.0, num_processes=1) as rewards:
-        assert "longer than" in str(await outcome(rewards, f"program {tmp_path / 'pid'} {session}"))
-        await until(lambda: all_gone(read(tmp_path / "pid")))
-
-
-async def test_what_forks_again_and_again_is_ended_too(tmp_path: Path) -> None:
-    async with RewardPool(PLAIN, timeout_s=1.0, num_processes=1) as rewards:
-        assert "longer than" in str(await outcome(rewards, f"chain {tmp_path / 'pids'}"))
-    pids = read(tmp_path / "pids")
+async def test_a_hang_takes_what_the_reward_started_with_it_and_what_forks_again_and_again(tmp_path: Path) -> None:
+    calls = [f"program {tmp_path / session} {session}" for session in ("stays", "leaves")]
+    async with RewardPool(PLAIN, timeout_s=1.5, num_processes=3) as rewards:
+        for failure in await outcomes(rewards, [*calls, f"chain {tmp_path / 'chain'}"]):
+            assert "longer than" in str(failure)
+        for session in ("stays", "leaves"):
+            await until(lambda file=tmp_path / session: all_gone(read(file)))
+    pids = read(tmp_path / "chain")
     assert len(pids) > 10
     await until(lambda: all_gone(pids))
-    assert read(tmp_path / "pids") == pids
+    assert read(tmp_path / "chain") == pids
 
 
 @pytest.mark.parametrize("function", [PLAIN, ASYNC], ids=["plain", "async"])

@@ -15,7 +15,6 @@ from rollout.errors import DataError, RewardError
 from rollout.reward import pool, process
 from rollout.reward.call import RewardResult
 from rollout.reward.pool import RewardPool
-from rollout.types import Prompt
 from tests.unit.rollout.reward.scoring import (
     ASYNC,
     OTHER,
@@ -47,34 +46,30 @@ async def test_a_call_gives_a_number_or_named_parts(function: str) -> None:
     async with a_pool(function) as rewards:
         assert await rewards.score(a_prompt(), "value 0.1") == RewardResult(reward=0.1)
         assert await rewards.score(a_prompt(), "dict") == RewardResult(reward=0.5, parts={"format": 1.0, "length": 2.0})
+        if function == PLAIN:
+            found = await outcome(rewards, "arguments", metadata={"level": np.float64(3)})
+            assert found == 3 + len("12+7=") + len("19"), "metadata, prompt and answer"
 
 
-async def test_a_function_gets_prompt_response_answer_and_metadata() -> None:
-    async with a_pool(PLAIN) as rewards:
-        assert await outcome(rewards, "arguments", metadata={"level": np.float64(3)}) == 3 + len("12+7=") + len("19")
+BAD_CALLS = {
+    "raise": r"raised TimeoutError: of mine\n.*behaviour\.py.*line \d+, in",
+    "surrogate": r"raised ValueError: \?",
+    "exit": "raised SystemExit: 3",
+    "value nan": "returned nan",
+    "value inf": "returned inf",
+    "text": r"returned str '1\.0'",
+    "none": "returned NoneType None",
+    "score_only": "without the key",
+}
 
 
 @both_kinds
-@pytest.mark.parametrize(
-    ("response", "message"),
-    [
-        ("raise", r"raised TimeoutError: of mine\n.*behaviour\.py.*line \d+, in"),
-        ("surrogate", r"raised ValueError: \?"),
-        ("exit", "raised SystemExit: 3"),
-        ("value nan", "returned nan"),
-        ("value inf", "returned inf"),
-        ("text", r"returned str '1\.0'"),
-        ("none", "returned NoneType None"),
-        ("score_only", "without the key"),
-    ],
-)
-async def test_a_bad_call_is_an_error_that_names_reward_prompt_and_cause_and_costs_no_process(
-    function: str, response: str, message: str
-) -> None:
+async def test_a_bad_call_is_an_error_that_names_reward_prompt_and_cause_and_costs_no_process(function: str) -> None:
     async with a_pool(function) as rewards:
         before = await outcome(rewards, "pid")
-        with pytest.raises(RewardError, match=f"(?s)behaviour.*train/17.*{message}"):
-            await rewards.score(a_prompt(), response)
+        for response, message in BAD_CALLS.items():
+            with pytest.raises(RewardError, match=f"(?s)behaviour.*train/17.*{message}"):
+                await rewards.score(a_prompt(), response)
         assert await outcome(rewards, "pid") == before
 
 
@@ -322,19 +317,18 @@ def fickle(tmp_path: Path) -> Fickle:
     return Fickle(tmp_path)
 
 
-async def test_a_function_that_does_not_import_stops_the_start_and_leaves_no_process(fickle: Fickle) -> None:
+async def test_a_function_whose_import_fails_or_hangs_stops_the_start_and_leaves_no_process(
+    fickle: Fickle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fickle.be("raise")
     for function in (fickle.reward, fickle.judge):
-        fickle.be("raise")
         with pytest.raises(DataError, match="OSError: of the import"):
             await a_pool(function).start()
-        await until(lambda: all_gone(fickle.pids))
-
-
-async def test_an_import_that_hangs_is_killed(fickle: Fickle, monkeypatch: pytest.MonkeyPatch) -> None:
     fickle.be("wait")
     monkeypatch.setattr(process, "LOAD_TIMEOUT_S", 1.0)
     with pytest.raises(DataError, match=r"the import of .*fickle\.py:reward took longer than 1 s"):
         await a_pool(fickle.reward).start()
+    await until(lambda: all_gone(fickle.pids))
 
 
 async def test_an_import_that_fails_holds_up_no_other_reward_and_is_tried_once_in_a_while(
@@ -420,6 +414,3 @@ async def test_close_kills_busy_processes_and_ends_their_calls(function: str) ->
     assert all_gone([int(pid)])
     for failure in [*await asyncio.gather(*scoring), await outcome(rewards, "value 1")]:
         assert "the reward pool was closed" in str(failure)
-
-
-SAMPLE = Prompt(prompt_id="train/0", token_ids=np.zeros(1, np.int32), text="1+1=", answer="2")

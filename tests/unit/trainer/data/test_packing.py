@@ -99,6 +99,7 @@ def test_waiting_is_counted_in_every_micro_batch() -> None:
 @pytest.mark.parametrize(
     ("lengths", "num_ranks", "max_tokens", "plan"),
     [
+        ([4, 4, 2, 2, 2], 1, 8, [[[0, 2, 4], [1, 3]]]),  # one is filled to the last token
         ([3, 3, 2, 2, 2], 1, 6, [[[0, 1], [2, 3, 4]]]),  # spreading evenly would give 7 and 5 tokens
         ([100, 30, 30, 30], 2, 30, [[[0], [2]], [[1], [3]]]),  # a sample beyond the limit is alone
         ([5], 2, 9, [[[0]], [[]]]),  # the other rank has an empty micro-batch

@@ -20,6 +20,7 @@ from tests.fakes.learner import (
     logprobs,
     make_learner,
     pack,
+    reference_logprobs,
     run_config,
     save_tiny,
     sequences,
@@ -27,7 +28,14 @@ from tests.fakes.learner import (
     without_loss,
 )
 from trainer.algorithms.losses import policy_loss
-from trainer.config.algorithm import AlgorithmConfig, CorrectionConfig, MaskConfig, RejectConfig
+from trainer.config.algorithm import (
+    AlgorithmConfig,
+    ClampConfig,
+    CorrectionConfig,
+    KlConfig,
+    MaskConfig,
+    RejectConfig,
+)
 from trainer.config.schema import LoraConfig, RunConfig
 from trainer.errors import TrainingDiverged
 from trainer.learner.attention import padded_layout
@@ -249,6 +257,58 @@ def test_a_rejected_response_counts_as_zero_and_stays_in_the_denominator(tiny_di
     # The weights of the others are still shares of all tokens, the rejected ones included.
     kept = [pack([part for i, part in enumerate(parts) if i != 2])]
     assert_gradients(got, gradients(plain, kept), tolerance=1e-5)
+
+
+def test_loss_and_metrics_equal_their_formulas(tiny_dir: Path) -> None:
+    cfg = _corrected(
+        run_config(tiny_dir, lr=1e-2), clamp=ClampConfig(upper=1.2), mask=MaskConfig(metric="k2", upper=0.1)
+    )
+    keys = {"dual_clip": 1.5, "clip_ratio_low": 0.1, "entropy_coef": 0.3, "kl": KlConfig(coef=0.7)}
+    learner, parts = make_learner(replace(cfg, algorithm=replace(cfg.algorithm, **keys))), sequences(8)
+    learner.train_step([pack(parts)], step=0)  # away from the reference
+    rng, batch = np.random.default_rng(5), pack(parts)
+    mask, new = batch.loss_mask, logprobs(learner, batch)
+    noise, ages = rng.normal(0, 0.4, len(mask)), rng.integers(0, 3, len(mask))
+    batch = replace(
+        batch,
+        behavior_logprobs=np.where(mask, new + noise, 0).astype(np.float32),
+        versions=np.where(mask, 3 - ages, -1).astype(np.int32),
+    )
+    x, age, adv = -noise[mask], ages[mask], batch.advantages[mask]
+    r, ref = np.exp(x), reference_logprobs(learner, batch)[mask]
+    entropy = plain_entropy(tiny_dir, weights(learner), parts)
+    low, high = (adv < 0) & (r < 0.9), (adv > 0) & (r > 1.2)
+    surrogate = np.where(low, 0.9, np.where(high, 1.2, r)) * -adv
+    dual = (adv < 0) & (surrogate > -adv * 1.5)
+    surrogate = np.where(dual, -adv * 1.5, surrogate)
+    is_out, k3, of_reference = x**2 / 2 > 0.1, r - 1 - x, np.exp(ref - new[mask]) - 1 - (ref - new[mask])
+    weight = np.where(is_out, 0, np.minimum(r, 1.2))
+    token_loss = surrogate * weight / r + (0.7 * of_reference - 0.3 * entropy) * ~is_out
+    expected = {
+        "loss": (batch.loss_weights[mask] * token_loss).sum(), "ratio_mean": r.mean(), "ratio_max": r.max(),
+        "clip_low_frac": low.mean(), "clip_high_frac": high.mean(), "clip_dual_frac": dual.mean(),
+        "kl_behavior": k3.mean(), "kl_reference": of_reference.mean(), "entropy": entropy.mean(),
+        "mismatch/fresh": np.abs(x[age == 0]).mean(), "mismatch/stale": np.abs(x[age > 0]).mean(),
+        "mismatch/fresh_kl": k3[age == 0].mean(), "mismatch/stale_kl": k3[age > 0].mean(),
+        "correction_weight_mean": weight.mean(), "correction_weight_max": weight.max(),
+        "correction_ess_frac": weight.sum() ** 2 / (weight**2).sum() / len(r),
+        "correction_clamped_frac": (r > 1.2).mean(), "correction_masked_frac": is_out.mean(),
+    }  # fmt: skip
+    assert min(expected[name] for name in expected if name.endswith("frac")) > 0
+    metrics = learner.train_step([batch], step=3).metrics
+    assert {name: metrics[name].mean for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def plain_entropy(directory: Path, params: dict[str, torch.Tensor], parts: Sequence[MicroBatch]) -> np.ndarray:
+    """Of the distributions that the loss tokens were drawn from: a full softmax, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    model.load_state_dict(params, strict=False)
+    found = []
+    for part in parts:
+        with torch.no_grad():
+            logp = torch.log_softmax(model(torch.from_numpy(part.token_ids.astype(np.int64))[None]).logits[0] / 0.8, -1)
+        found.append(-(logp.exp() * logp).sum(-1).numpy()[np.flatnonzero(part.loss_mask) - 1])
+    return np.concatenate(found)
 
 
 def test_a_correction_has_metrics_only_where_it_is_active(tiny_dir: Path) -> None:
