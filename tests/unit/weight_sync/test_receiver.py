@@ -1,20 +1,18 @@
+"""One worker fed by one learner, without a coordinator in between. With processes that die: tests/integration."""
+
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 import zmq
 
-from tests.fakes.ports import listening_ports
 from tests.fakes.row_shards import row_shards
 from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
-from tests.fakes.weight_job import LearnerProcess
-from weight_sync import deadlines
 from weight_sync.channel import ControlClient, make_run_keys
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import (
@@ -55,40 +53,30 @@ KEYS = make_run_keys("run")
 OLD, NEW = full_weights(0), full_weights(1)
 
 
-def plan_of(receiver: WeightReceiver, *, num_ranks: int, epoch: int = 1) -> SharedPlan:
+def plan_of(receiver: WeightReceiver, *, epoch: int = 1) -> SharedPlan:
     layouts = [receiver.record(PARAMS)]
-    return share(build_plan(epoch=epoch, params=PARAMS, shards=row_shards(PARAMS, num_ranks), workers=layouts))
+    return share(build_plan(epoch=epoch, params=PARAMS, shards=row_shards(PARAMS, 1), workers=layouts))
 
 
 class Pair:
-    """One replica with one worker, fed by any publishers, without a coordinator in between."""
-
-    def __init__(self, publishers: list[Any], ask: Callable[..., Any], *, commit: str, **changes: object) -> None:
+    def __init__(self, publisher: LocalPublisher, commit: str, **changes: object) -> None:
         self.replica = LocalReplica("r0")
         self.receiver: WeightReceiver = self.replica.receivers[0]
-        plan = plan_of(self.receiver, num_ranks=len(publishers))
+        plan = plan_of(self.receiver)
         shared = {"keys": KEYS, "epoch": 1, "verify": True}
-        requests = [
-            encode(OpenPublisher(**shared, plan=part, transport="shm", num_slots=2, host="127.0.0.1"))
-            for part in plan.for_learner.values()
-        ]
-        self.infos = tuple(
-            decode(ask(p, "ws_open", request), PublisherInfo) for p, request in zip(publishers, requests, strict=True)
-        )
+        opening = OpenPublisher(**shared, plan=plan.for_learner[0], transport="shm", num_slots=2, host="127.0.0.1")
+        self.info = decode(publisher.ws_open(encode(opening)), PublisherInfo)
         fields = {**shared, "plan": plan.for_replica, "replica": "r0", "host": "127.0.0.1", "relay": False,
-                  "commit": commit, "publishers": self.infos, "deadline_s": 10.0, **changes}  # fmt: skip
+                  "commit": commit, "publishers": (self.info,), "deadline_s": 10.0, **changes}  # fmt: skip
         self.request = OpenReceiver(**fields)
         self.receiver.open(self.request)
 
     def pinned(self, version: int) -> list[SlotAt]:
         """As the coordinator does."""
-        found = []
-        for info in self.infos:
-            client = ControlClient(zmq.Context.instance(), info.address, KEYS, epoch=1, sender="coordinator")
-            at = client.ask(Pin(version=version, ttl_s=30.0), Pinned, deadline_s=20.0)
-            client.close()
-            found.append(SlotAt(info.rank, at.slot, at.generation))
-        return found
+        client = ControlClient(zmq.Context.instance(), self.info.address, KEYS, epoch=1, sender="coordinator")
+        at = client.ask(Pin(version=version, ttl_s=30.0), Pinned, deadline_s=20.0)
+        client.close()
+        return [SlotAt(0, at.slot, at.generation)]
 
     def prefetch(self, version: int, deadline_s: float = 10.0) -> Future[Any]:
         return self.receiver.prefetch(version, self.pinned(version), deadline_s=deadline_s)
@@ -113,14 +101,6 @@ class Pair:
         end.pull = pull
 
 
-def ask_local(publisher: LocalPublisher, method: str, *args: object) -> Any:
-    return getattr(publisher, method)(*args)
-
-
-def ask_process(publisher: LearnerProcess, method: str, *args: object) -> Any:
-    return publisher.ask(method, *args)
-
-
 @pytest.fixture
 def local() -> Iterator[LocalPublisher]:
     publisher = LocalPublisher(0, 1, OLD)
@@ -137,7 +117,7 @@ def closing() -> Iterator[list[Any]]:
 
 
 def open_pair(publisher: LocalPublisher, closing: list[Any], commit: str, **changes: object) -> Pair:
-    pair = Pair([publisher], ask_local, commit=commit, **changes)
+    pair = Pair(publisher, commit, **changes)
     closing.append(pair.receiver)
     publisher.ws_publish(1, 5.0)
     pair.take(1)
@@ -227,7 +207,7 @@ def test_runs_that_did_not_change_are_not_read_again_unless_the_staging_buffer_l
     closing: list[Any], local: LocalPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "SKIP_GAP_BYTES", 0)
-    pair = Pair([local], ask_local, commit="staged")
+    pair = Pair(local, "staged")
     closing.append(pair.receiver)
     num_read = [0]
     read = MappedReader.pull
@@ -262,25 +242,6 @@ def test_runs_that_did_not_change_are_not_read_again_unless_the_staging_buffer_l
     assert take(7, OLD) == (whole, 0, 0), "no run of the version before had stayed"
 
 
-def test_pull_over_its_deadline_stops(
-    closing: list[Any], local: LocalPublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefetch, "SLACK_S", 0.0)
-    pair = open_pair(local, closing, "staged")
-    pair.after_pull(lambda: time.sleep(1.2))
-    end = next(iter(pair.receiver._epoch.readers.values()))
-    original = end.pull
-
-    def checked(*args: Any, check: Callable[[], None], **kwargs: Any) -> None:
-        original(*args, check=check, **kwargs)
-        check()
-
-    end.pull = checked
-    with pytest.raises(PullTimeout, match="did not arrive in time"):
-        pair.fetch(2, deadline_s=0.9)
-    pair.replica.assert_holds(OLD)
-
-
 class Watched:
     """A pair whose pulls of the second version do what they are told, on a clock that can be put forward."""
 
@@ -305,6 +266,17 @@ class Watched:
         while not is_so():
             assert time.monotonic() < give_up, "it never came to that"
             time.sleep(0.002)
+
+
+def test_a_pull_over_its_deadline_stops_and_writes_nothing(closing: list[Any], local: LocalPublisher) -> None:
+    def dawdle(check: Callable[[], None]) -> None:
+        watched.late_s = 5.0 + prefetch.SLACK_S + 1.0
+        check()
+
+    watched = Watched(open_pair(local, closing, "staged"), dawdle)
+    with pytest.raises(PullTimeout, match="did not arrive in time"):
+        watched.pair.fetch(2, deadline_s=5.0)
+    watched.pair.replica.assert_holds(OLD)
 
 
 def test_a_pull_goes_on_while_its_retry_is_on_its_way(closing: list[Any], local: LocalPublisher) -> None:
@@ -352,88 +324,26 @@ def test_a_retry_does_not_join_a_pull_whose_time_is_over(closing: list[Any], loc
 
 def test_other_plan_than_the_learners_is_refused(local: LocalPublisher, closing: list[Any]) -> None:
     pair = open_pair(local, closing, "staged")
-    other = plan_of(pair.receiver, num_ranks=1, epoch=2)
-    request = OpenReceiver(
-        keys=KEYS, epoch=2, plan=other.for_replica, replica="r0",
-        commit="staged", verify=True, publishers=pair.infos, deadline_s=1.0, host="127.0.0.1", relay=False,
-    )  # fmt: skip
+    other = plan_of(pair.receiver, epoch=2)
+    request = msgspec.structs.replace(pair.request, epoch=2, plan=other.for_replica)
     with pytest.raises(PlanMismatch, match="every party must open the same epoch"):
         pair.receiver.open(request)
 
 
-@pytest.fixture
-def process() -> Iterator[LearnerProcess]:
-    process = LearnerProcess(0, 1)
-    yield process
-    process.close()
-
-
-def open_process_pair(process: LearnerProcess, closing: list[Any], commit: str) -> Pair:
-    pair = Pair([process], ask_process, commit=commit)
-    closing.append(pair.receiver)
-    process.ask("ws_publish", 1, 5.0)
-    pair.take(1)
-    pair.replica.assert_holds(OLD)
-    process.ask("train", 1)
-    process.ask("ws_publish", 2, 5.0)
-    return pair
-
-
-@pytest.mark.parametrize("commit", ["staged", "inplace"])
-def test_learner_killed_in_mid_pull_is_noticed_in_time(
-    process: LearnerProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
-) -> None:
-    monkeypatch.setattr(deadlines, "PEER_TIMEOUT_S", 1.0)
-    pair = open_process_pair(process, closing, commit)
-    names, port = shared_memory_names(), int(pair.infos[0].address.endpoint.rpartition(":")[2])
-    assert port in listening_ports([process.pid])
-    pair.after_pull(process.kill)
-    started = time.monotonic()
-    with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
-        pair.fetch(2, deadline_s=60.0)
-        pair.receiver.commit(2, deadline_s=60.0)
-    assert time.monotonic() - started < 30.0
-    assert pair.receiver.is_dirty == (commit == "inplace")
-    if commit == "staged":
-        pair.replica.assert_holds(OLD)
-        assert pair.receiver.live_version == 1
-    assert not {name for name in shared_memory_names() - names if "tandem" in name}
-    assert port not in listening_ports()
-
-
-def test_stopped_learner_is_noticed_in_time_and_works_on_when_it_wakes(
-    process: LearnerProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deadlines, "PEER_TIMEOUT_S", 0.5)
-    pair = open_process_pair(process, closing, "staged")
-    slots = pair.pinned(2)
-    process.signal(signal.SIGSTOP)
-    try:
-        with pytest.raises(PublisherLost):
-            pair.receiver.prefetch(2, slots, deadline_s=10.0).result(60)
-        pair.replica.assert_holds(OLD)
-    finally:
-        process.signal(signal.SIGCONT)
-    pair.take(2)
-    pair.replica.assert_holds(NEW)
-
-
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
 def test_an_abort_waits_for_no_learner_that_says_nothing(
-    process: LearnerProcess, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
+    local: LocalPublisher, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
 ) -> None:
     monkeypatch.setattr(prefetch, "ABORT_WAIT_S", 5.0)  # less than the patience with a silent learner
-    pair = open_process_pair(process, closing, commit)
-    slots = pair.pinned(2)
-    process.signal(signal.SIGSTOP)
-    try:
+    pair = open_pair(local, closing, commit)
+    slots, server, asked = pair.pinned(2), local.publisher._epoch.server, threading.Event()
+    with monkeypatch.context() as silent:
+        silent.setattr(server, "_receive", lambda *_: asked.set())
         pair.receiver.prefetch(2, slots, deadline_s=60.0)
-        time.sleep(0.2)
+        assert commit == "inplace" or asked.wait(10)
         assert pair.receiver.state.value == ("pulling" if commit == "staged" else "ready")
         assert pair.receiver.abort()
         pair.replica.assert_holds(OLD)
-    finally:
-        process.signal(signal.SIGCONT)
     pair.take(2)
     pair.replica.assert_holds(NEW)
 
@@ -462,22 +372,6 @@ def test_a_learner_that_there_is_no_time_to_ask_is_not_called_lost(
         take(60.0)
 
 
-def test_dead_learner_is_noticed_when_the_epoch_opens(process: LearnerProcess) -> None:
-    pair = Pair([process], ask_process, commit="staged")
-    pair.receiver.close()
-    process.kill()
-    request = OpenReceiver(
-        keys=KEYS, epoch=1, plan=plan_of(pair.receiver, num_ranks=1).for_replica, replica="r0",
-        commit="staged", verify=True, publishers=pair.infos, deadline_s=1.0, host="127.0.0.1", relay=False,
-    )  # fmt: skip
-    with pytest.raises(PublisherLost, match=r"did not answer Ping within 1\.0 s"):
-        pair.receiver.open(request)
-
-
-def shared_memory_names() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
 def test_epoch_opened_again_believes_nothing_it_held_before(local: LocalPublisher, closing: list[Any]) -> None:
     """A resumed learner may publish other weights under a number that was live before."""
     pair = open_pair(local, closing, "staged")
@@ -487,18 +381,6 @@ def test_epoch_opened_again_believes_nothing_it_held_before(local: LocalPublishe
     assert pair.take(2).nbytes > 0
     pair.receiver.invalidate()
     assert pair.take(2).nbytes > 0, "what slept is written again"
-
-
-def test_retry_gives_a_pull_under_way_more_time(
-    local: LocalPublisher, closing: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefetch, "SLACK_S", 0.0)
-    pair = open_pair(local, closing, "staged")
-    pair.after_pull(lambda: time.sleep(1.2))
-    pair.prefetch(2, deadline_s=0.9)
-    pair.fetch(2, deadline_s=5.0)
-    pair.receiver.commit(2, deadline_s=5.0)
-    pair.replica.assert_holds(NEW)
 
 
 def test_workers_that_disagree_about_a_commit_are_a_mixture() -> None:
