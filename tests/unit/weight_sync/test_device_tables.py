@@ -84,7 +84,7 @@ def moves(draw: st.DrawFn) -> tuple[Box, Operand, Operand]:
 
 
 @given(move=moves())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_tiles_move_every_byte_once_and_to_its_place(move: tuple[Box, Operand, Operand]) -> None:
     box, source, target = move
     is_copy = source.dtype == target.dtype

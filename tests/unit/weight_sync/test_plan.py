@@ -92,7 +92,7 @@ def _shards(draw: st.DrawFn, params: tuple[ParamMeta, ...]) -> list[RankShards]:
 
 
 @given(data=st.data(), spec=_specs(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_pulled_bytes_equal_slices_of_the_full_tensors(data: st.DataObject, spec: ToySpec, seed: int) -> None:
     params, layouts = spec.params(), worker_layouts(spec)
     shards = data.draw(_shards(params))
@@ -106,7 +106,7 @@ def test_pulled_bytes_equal_slices_of_the_full_tensors(data: st.DataObject, spec
 
 
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_any_grid_of_boxes_lands_in_any_dimension_order(data: st.DataObject, seed: int) -> None:
     """Boxes that cut every dimension, handed to workers at random, stored with dimensions permuted."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
@@ -354,7 +354,7 @@ def test_what_does_not_fit_together_is_refused_by_name(case: str) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_elements_in_no_box_are_counted_like_in_a_mask(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
     mask = np.ones(shape, bool)

@@ -92,7 +92,7 @@ def test_what_arrived_while_nobody_read_is_there_for_a_reader_that_comes_later(c
     assert b.holds(1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(SOURCES), st.integers(0, 6)), max_size=12))
 def test_a_pull_beside_a_filling_buffer_never_runs_ahead_of_it(steps: list[tuple[int, int]]) -> None:
     a, b = Worker("a", KEYS), Worker("b", KEYS)

@@ -15,7 +15,7 @@ from weight_sync.plan.routes import NUM_PREDECESSORS, RING_SIZE, Peer, Route, pl
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-small = settings(max_examples=150, deadline=None)
+small = settings(max_examples=60, deadline=None)
 World = tuple[dict[int, str], list[Peer], dict[int, list[int]]]
 
 

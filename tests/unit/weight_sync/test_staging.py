@@ -28,7 +28,7 @@ runs = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(runs)
 def test_staging_buffer_holds_every_run_and_each_of_its_bytes_once(found: list[Run]) -> None:
     plan = staging_layout(PullPlan.of(0, found))
