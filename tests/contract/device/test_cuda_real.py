@@ -36,8 +36,8 @@ def pair() -> Iterator[tuple[Peer, Peer]]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
     pair = (
-        Peer({**settings, "CUDA_VISIBLE_DEVICES": visible[0]}),
-        Peer({**settings, "CUDA_VISIBLE_DEVICES": visible[-1]}),
+        Peer({**settings, "CUDA_VISIBLE_DEVICES": visible[0]}, spawned=True),
+        Peer({**settings, "CUDA_VISIBLE_DEVICES": visible[-1]}, spawned=True),
     )
     yield pair
     for peer in pair:
@@ -169,7 +169,8 @@ torch.cuda.synchronize()
 
 def test_handle_of_a_killed_exporter_is_refused(pair: tuple[Peer, Peer]) -> None:
     _, importer = pair
-    victim = Peer({"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]})
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    victim = Peer({"CUDA_VISIBLE_DEVICES": visible}, spawned=True)
     handle = victim.export(victim.call("alloc", "cuda", None, NBYTES))
     victim.kill()
     with pytest.raises(DeviceError, match="has ended"):

@@ -34,9 +34,17 @@ def device(request: pytest.FixtureRequest, libraries: dict[str, str], monkeypatc
     return name
 
 
-@pytest.mark.parametrize("probe", ["memory", "pinned", "ipc"])
+@pytest.mark.parametrize("probe", ["memory", "pinned"])
 def test_a_probe_finds_a_device_that_keeps_its_promises_well(device: str, probe: str) -> None:
     found = doctor_probes.PROBES[probe](device)
+    assert found.state == "ok", found
+
+
+@pytest.mark.parametrize(
+    "device", ["npu", *(pytest.param(name, marks=pytest.mark.full) for name in ("cuda", "rocm"))], indirect=True
+)
+def test_a_second_process_reads_a_block(device: str) -> None:
+    found = doctor_probes.PROBES["ipc"](device)
     assert found.state == "ok", found
 
 

@@ -55,7 +55,10 @@ def remote(request: pytest.FixtureRequest) -> Iterator[Remote]:
     remote.close()
 
 
-@pytest.fixture(scope="module", params=["gloo", "nccl-on-host", "hccl-on-host", REAL_NCCL])
+@pytest.fixture(
+    scope="module",
+    params=["gloo", "nccl-on-host", pytest.param("hccl-on-host", marks=pytest.mark.full), REAL_NCCL],
+)
 def slow_kind(request: pytest.FixtureRequest) -> Kind:
     """A pair whose publisher takes three seconds for a slot, with short deadlines."""
     return replace(make_kind(request), is_slow=True, timing=QUICK)

@@ -13,6 +13,7 @@ import torch
 import zmq
 
 from tests.fakes.drivers.build import make_backend
+from tests.fakes.forks import PARTIES
 from tests.fakes.processes import Child
 from weight_sync.channel import ControlClient, ControlServer
 from weight_sync.messages import ArenaHandle, PeerAddress, RunKeys, decode, encode
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
 SLOT_BYTES, NUM_SLOTS = 10_007, 3
 _PUBLIC, _SECRET = zmq.curve_keypair()
 KEYS = RunKeys(run_id="contract", public=_PUBLIC, secret=_SECRET)
-QUICK = Timing(connect_s=20.0, stall_s=5.0, silence_s=2.0)
+QUICK = Timing(connect_s=20.0, stall_s=4.0, silence_s=2.0)
 """For publishers and receivers whose peers are killed: their deadlines are what a test waits for. As in `Timing()`, a
 silent publisher is noticed long before a transfer that does not move."""
 SLOW_MESSAGE_BYTES, SLOW_MESSAGES = 64 * 1024, 64
 SLOW_PAUSE_S = 0.05
 """A slow publisher sends one message at a time, for three seconds in all: time enough to be killed in the middle."""
-PRELOAD = ("torch._dynamo", "tests.contract.transports.world")
+PRELOAD = (*PARTIES, "tests.contract.transports.world")
 
 
 @dataclass(frozen=True)

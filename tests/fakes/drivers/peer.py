@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from tests.fakes.drivers.build import make_backend
+from tests.fakes.forks import PARTIES
 from tests.fakes.processes import Child
 from weight_sync.device.base import Backend, IpcHandle, PersistentBlock
 
@@ -23,12 +24,13 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
 
 
 class Peer(Child):
-    """With an `environ`, which torch must find when it is imported, the process is spawned; else it is forked."""
+    """`environ` is that of the process. If torch has to find it when it is imported, the process is `spawned`."""
 
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        context = None if environ is None else multiprocessing.get_context("spawn")
-        with mock.patch.dict(os.environ, environ or {}):
-            super().__init__("peer", Blocks, preload=("tests.fakes.drivers.peer",), context=context)
+    def __init__(self, environ: Mapping[str, str] | None = None, *, spawned: bool = False) -> None:
+        environ = {} if environ is None else dict(environ)
+        context = multiprocessing.get_context("spawn") if spawned else None
+        with mock.patch.dict(os.environ, environ if spawned else {}):
+            super().__init__("peer", Blocks, environ, preload=(*PARTIES, "tests.fakes.drivers.peer"), context=context)
 
     def call(self, method: str, *args: object) -> Any:
         return self.ask(method, *args, timeout_s=300.0)
@@ -43,7 +45,8 @@ class Peer(Child):
 class Blocks:
     """In that process. Blocks go by number; handles through msgpack, as they travel between learner and engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, environ: dict[str, str]) -> None:
+        os.environ |= environ
         self._backends: dict[tuple[str, str | None], Backend] = {}
         self._blocks: list[tuple[Backend, PersistentBlock]] = []
 

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.fakes.bench_hosts import MoodyHost
+from tests.fakes.forks import PARTIES, forks
 from tests.fakes.row_shards import row_shards
 from tests.fakes.virtual_time import run_virtual
 from weight_sync.bench.__main__ import main, parser
@@ -100,6 +101,7 @@ def test_an_engine_is_shown_its_places_in_what_this_process_sees(
 
 @pytest.mark.timing
 async def test_errors_keep_their_type_late_answers_are_dropped_and_a_killed_child_is_an_error_immediately() -> None:
+    forks(*PARTIES)  # the first process of these tests starts the server that all others are forked from
     child, unborn = (Child(name, MoodyHost, name) for name in ("moody", "unborn"))
     try:
         with pytest.raises(WeightSyncError, match="ValueError: unborn: this one cannot be built"):

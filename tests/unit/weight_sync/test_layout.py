@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     LlamaConfig,
-    MistralConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -43,14 +42,9 @@ if TYPE_CHECKING:
     from weight_sync.plan.types import ParamMeta
 
 _TINY: dict[str, Any] = {
-    "hidden_size": 24,
-    "intermediate_size": 14,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "vocab_size": 11,
-}
+    "hidden_size": 24, "intermediate_size": 14, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 11,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 _MOE: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3MoeConfig(**_TINY, **_EXPERTS, mlp_only_layers=[1]),
@@ -227,24 +221,6 @@ def test_unknown_dtype_is_refused() -> None:
         local_shards(torch.nn.Linear(2, 2), rollout_dtype="bf16")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig])
-def test_names_and_shapes_are_those_of_a_saved_checkpoint(
-    config: type[PretrainedConfig], tied: bool, tmp_path: Path
-) -> None:
-    model = _model(config(**_TINY, tie_word_embeddings=tied))
-    model.save_pretrained(tmp_path / "first")
-    for source in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "first")):
-        params, _, tensors = local_shards(source, rollout_dtype="bfloat16")
-        with safe_open(tmp_path / "first" / "model.safetensors", "pt") as saved:
-            assert {p.name: p.shape for p in params} == {
-                name: tuple(saved.get_slice(name).get_shape())
-                for name in saved.keys()  # noqa: SIM118
-            }
-            assert all(torch.equal(saved.get_tensor(name), tensor) for name, tensor in tensors.items())
-        assert tied == ("lm_head.weight" not in tensors)
-
-
 def test_wrapper_names_are_stripped() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -266,23 +242,32 @@ def _scrambled(config: PretrainedConfig | None = None) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", _MOE)
-def test_experts_are_described_as_a_checkpoint_stores_them(kind: str, tmp_path: Path) -> None:
-    model = _scrambled(_MOE[kind]())
+_SAVED: dict[str, Callable[[], PretrainedConfig]] = {
+    **{f"{kind.__name__}, tied: {tied}": lambda kind=kind, tied=tied: kind(**_TINY, tie_word_embeddings=tied)
+       for kind, tied in ((Qwen2Config, False), (Qwen2Config, True), (Qwen3Config, False), (LlamaConfig, True))},
+    **_MOE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _SAVED)
+def test_names_shapes_and_values_are_those_of_a_saved_checkpoint(case: str, tmp_path: Path) -> None:
+    """Experts too, which transformers fuses in memory; and of a model that was loaded, not made."""
+    model = _scrambled(_SAVED[case]())
     model.save_pretrained(tmp_path)
-    params, _, tensors = local_shards(model, rollout_dtype="bfloat16")
-    with safe_open(tmp_path / "model.safetensors", "pt") as saved:
-        assert {p.name: p.shape for p in params} == {
-            name: tuple(saved.get_slice(name).get_shape())
-            for name in saved.keys()  # noqa: SIM118
-        }
-        assert all(torch.equal(saved.get_tensor(name), tensor) for name, tensor in tensors.items())
-    assert any(".experts.0." in p.name for p in params)
-    assert not any("gate_up" in p.name for p in params)
+    for source in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        params, _, tensors = local_shards(source, rollout_dtype="bfloat16")
+        with safe_open(tmp_path / "model.safetensors", "pt") as saved:
+            assert {p.name: p.shape for p in params} == {
+                name: tuple(saved.get_slice(name).get_shape())
+                for name in saved.keys()  # noqa: SIM118
+            }
+            assert all(torch.equal(saved.get_tensor(name), tensor) for name, tensor in tensors.items())
+    assert ("lm_head.weight" in tensors) == ("tied: True" not in case)
+    assert any(".experts.0." in p.name for p in params) == (case in _MOE)
 
 
 @pytest.mark.parametrize("kind", _MOE)
-@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("world", [3, 8])
 def test_each_expert_is_served_whole_by_the_rank_that_holds_it(kind: str, world: int) -> None:
     """5 experts over 3 ranks: 2, 2, 1; over 8: one each, and three ranks with none."""
     config = _MOE[kind]()
@@ -319,13 +304,6 @@ def test_expert_tensors_are_live_views_without_a_copy() -> None:
     assert torch.equal(torch.cat([gate, up]), local[1])  # this rank holds experts 3 and 4
 
 
-def _converted(*conversions: WeightConverter) -> Any:
-    """A model that says it was loaded through these conversions, as `from_pretrained` notes it."""
-    model = _scrambled()
-    model._weight_conversions = list(conversions)
-    return model
-
-
 def test_parameter_saved_transposed_inside_its_rows_is_a_strided_view() -> None:
     """Like experts [E, H, 2I] that are saved as [E, 2I, H]: a rank serves its rows of both."""
     model = _scrambled(_MOE["qwen3"]())
@@ -343,24 +321,18 @@ def test_parameter_saved_transposed_inside_its_rows_is_a_strided_view() -> None:
 
 @pytest.mark.parametrize(
     ("conversion", "words"),
-    [
-        (
-            WeightConverter("mlp.fused.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(0)]),
-            r"aten\.cat\.default combines model\.layers\.0\.mlp\.gate_proj\.weight",
-        ),
-        (
-            WeightConverter("mlp.mixed.weight", "mlp.down_proj.weight", operations=[Interleave(0)]),
-            r"of model\.layers\.0\.mlp\.down_proj\.weight .* rearranges it",
-        ),
-        (
-            WeightConverter(["mlp.a.weight", "mlp.b.weight"], "mlp.down_proj.weight", operations=[Concatenate(0)]),
-            r"mlp\.a\.weight \(12, 14\) lies in model\.layers\.0\.mlp\.down_proj\.weight \(24, 14\) at offset 0",
-        ),
-    ],
-)
+    [(WeightConverter("mlp.fused.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(0)]),
+      r"aten\.cat\.default combines model\.layers\.0\.mlp\.gate_proj\.weight"),
+     (WeightConverter("mlp.mixed.weight", "mlp.down_proj.weight", operations=[Interleave(0)]),
+      r"of model\.layers\.0\.mlp\.down_proj\.weight .* rearranges it"),
+     (WeightConverter(["mlp.a.weight", "mlp.b.weight"], "mlp.down_proj.weight", operations=[Concatenate(0)]),
+      r"mlp\.a\.weight \(12, 14\) lies in model\.layers\.0\.mlp\.down_proj\.weight \(24, 14\) at offset 0")],
+)  # fmt: skip
 def test_parameter_that_is_not_saved_as_a_view_of_its_rows_is_refused(conversion: WeightConverter, words: str) -> None:
+    model = _scrambled()
+    model._weight_conversions = [conversion]  # as `from_pretrained` notes what it loads through
     with pytest.raises(PlanMismatch, match=words):
-        local_shards(_converted(conversion), rollout_dtype="bfloat16")
+        local_shards(model, rollout_dtype="bfloat16")
 
 
 def test_persistent_buffers_are_served_by_rank_zero_and_others_not_at_all() -> None:

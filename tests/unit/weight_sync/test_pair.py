@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +14,10 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.channel import MAX_REQUEST_BYTES, ControlClient, ControlServer, make_run_keys
+from weight_sync.channel import MAX_REQUEST_BYTES
 from weight_sync.device.collectives import GlooGroup, LinkBroken
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import TransportUnusable, VersionUnavailable, WeightSyncError
@@ -414,54 +412,3 @@ def test_answers_that_come_too_late_cost_nothing_and_pieces_are_reported_as_they
     assert len(lost) == 3
     end.close()
     offer.close()
-
-
-def dawdle(monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, chance: random.Random) -> None:
-    """Before and after `owner.name`, wait for up to 5 ms."""
-    original = getattr(owner, name)
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(chance.uniform(0, 0.005))
-        try:
-            return original(*args, **kwargs)
-        finally:
-            time.sleep(chance.uniform(0, 0.005))
-
-    monkeypatch.setattr(owner, name, slow)
-
-
-def test_two_receivers_in_one_process_connect_and_pull_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten times, with pauses at every point where two meetings could get mixed up."""
-    chance = random.Random(0)
-    for owner, name in (
-        (GlooGroup, "__init__"), (ReplicatedStore, "own"), (ReplicatedStore, "learn"), (ControlClient, "ask"),
-    ):  # fmt: skip
-        dawdle(monkeypatch, owner, name, chance)
-    keys = make_run_keys("r")
-    offer = SlotExporter(("gloo",), CpuBackend(), slot_bytes=4096, num_slots=2, host="127.0.0.1")
-    for slot in range(2):
-        offer.slot(slot).copy_(torch.arange(4096).mul(slot + 3).remainder(251).to(torch.uint8))
-    server = ControlServer(offer.answer, keys, epoch=1)
-    context = zmq.Context()
-
-    def receive(number: int) -> None:
-        client = ControlClient(context, server.address, keys, epoch=1, sender=f"r{number}/0")
-        end = PairReceiver(CpuBackend(), offer.handles[0], client, host="127.0.0.1")
-        try:
-            for slot in (number, 1 - number):
-                target = torch.zeros(4096, dtype=torch.uint8)
-                end.pull(slot, [Piece(at, target[at : at + 512]) for at in range(0, 4096, 512)], check=lambda: None)
-                assert torch.equal(target, offer.slot(slot)), f"receiver {number} got other bytes than slot {slot}"
-        finally:
-            end.close()
-            client.close()
-
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            for _ in range(10):
-                list(pool.map(receive, (0, 1), timeout=20))
-        assert offer.counters()["communicators"] == 20
-    finally:
-        server.close()
-        offer.close()
-        context.term()
