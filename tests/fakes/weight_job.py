@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -34,13 +33,6 @@ if TYPE_CHECKING:
 
 POOL_SIZE = 8
 """As many calls of workers may be under way in a replica."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long things may take in a replica."""
-
-    pause_limit_s: float = 60.0
 
 
 class Condition(NamedTuple):
@@ -121,12 +113,12 @@ class Looped(Party):
 class ReplicaParty(Looped):
     """A replica with all its workers, under a watchdog."""
 
-    def __init__(self, name: str, num_workers: int, patience: Patience) -> None:
+    def __init__(self, name: str, num_workers: int, pause_limit_s: float) -> None:
         super().__init__()
         self._loop.set_default_executor(_whole_pool(POOL_SIZE))
         self.replica = LocalReplica(name, num_workers)
-        self._patience, self._is_ended = patience, False
-        self._gate = EngineGate(resume=self._resume, give_up=self._give_up, pause_limit_s=patience.pause_limit_s)
+        self._is_ended = False
+        self._gate = EngineGate(resume=self._resume, give_up=self._give_up, pause_limit_s=pause_limit_s)
 
     def call(self, method: str, args: tuple[Any, ...], timeout_s: float) -> list[bytes]:
         answer = self._run(self.replica.call(method, *args, timeout_s=timeout_s))
@@ -280,8 +272,8 @@ class LearnerProcess(PartyProcess):
 
 
 class ReplicaProcess(PartyProcess):
-    def __init__(self, name: str, num_workers: int = 1, *, patience: Patience | None = None) -> None:
-        super().__init__(name, ReplicaParty, name, num_workers, Patience() if patience is None else patience)
+    def __init__(self, name: str, num_workers: int = 1, *, pause_limit_s: float = 60.0) -> None:
+        super().__init__(name, ReplicaParty, name, num_workers, pause_limit_s)
         self.handle = ReplicaHandle(name, self.lines[1])
 
     def condition(self, *seeds: int) -> Condition:
@@ -319,12 +311,12 @@ class WeightJob:
         num_learners: int = 2,
         names: Sequence[str] = ("r0", "r1"),
         num_workers: int = 1,
-        patience: Patience | None = None,
+        pause_limit_s: float = 60.0,
         timeout_s: float = 20.0,
         **options: Any,
     ) -> None:
         self.learners = [LearnerProcess(rank, num_learners) for rank in range(num_learners)]
-        self.replicas = [ReplicaProcess(name, num_workers, patience=patience) for name in names]
+        self.replicas = [ReplicaProcess(name, num_workers, pause_limit_s=pause_limit_s) for name in names]
         self.options = SyncOptions(timeout_s=timeout_s, **options)
         self.others: list[PartyProcess] = []
         for party in self.parties:

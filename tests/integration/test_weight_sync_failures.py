@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.process_life import wait_until
-from tests.fakes.weight_job import CoordinatorProcess, LearnerProcess, Patience, WeightJob, hurry, opened_job
+from tests.fakes.sync_world import eventually
+from tests.fakes.weight_job import CoordinatorProcess, LearnerProcess, WeightJob, hurry, opened_job
 from weight_sync import deadlines
 from weight_sync.errors import WeightSyncError
 
@@ -52,9 +53,6 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class World(WeightJob):
     """Two learners and two replicas; a coordinator here or in a separate process."""
-
-    def __init__(self, commit: str = "staged", *, pause_limit_s: float = 60.0, **shape: Any) -> None:
-        super().__init__(commit=commit, patience=Patience(pause_limit_s=pause_limit_s), **shape)
 
     def coordinator_process(self, *, steps: int = 1) -> CoordinatorProcess:
         """Opened, and after so many steps, unless that is 0."""
@@ -97,7 +95,7 @@ def assert_generates(replica: ReplicaProcess, *versions: int) -> None:
 
 @contextlib.asynccontextmanager
 async def new_world(commit: str = "staged", **shape: Any) -> AsyncIterator[World]:
-    world = World(commit, **shape)
+    world = World(commit=commit, **shape)
     try:
         yield world
     finally:
@@ -313,9 +311,12 @@ async def test_watchdog_ends_the_pause_of_a_mixture_that_nobody_comes_back_for()
 # in-place commit for longer than that, and resumes when its slot has been packed again, twice.
 
 
-def reading(*, timeout_s: float = 2.0, **options: Any) -> contextlib.AbstractAsyncContextManager[WeightJob]:
+@contextlib.asynccontextmanager
+async def reading(*, timeout_s: float = 2.0, **options: Any) -> AsyncIterator[WeightJob]:
     """At version 1."""
-    return opened_job(steps=1, timeout_s=timeout_s, num_learners=1, commit="inplace", relay="off", **options)
+    async with opened_job(steps=1, num_learners=1, commit="inplace", relay="off", **options) as job:
+        hurry(job.coordinator, timeout_s)
+        yield job
 
 
 def settled(replica: ReplicaProcess, *seeds: int) -> Condition:
@@ -366,9 +367,7 @@ async def test_the_learner_waits_with_the_slot_until_the_sync_gives_up_on_a_stop
         await world.publish(2)
         sleeper.arm("pulling", signal.SIGSTOP)
         syncing = asyncio.create_task(world.coordinator.sync(2))
-        async with asyncio.timeout(10):
-            while not sleeper.is_gone_or_stopped():
-                await asyncio.sleep(0.002)
+        await eventually(sleeper.is_gone_or_stopped)
         publishing = asyncio.create_task(world.publish(3))
         while world.coordinator.members["r0"] == "live":
             slot = await asyncio.to_thread(world.learners[0].ask, "see_slot")

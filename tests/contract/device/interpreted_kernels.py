@@ -35,10 +35,11 @@ def random_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def adversarial(dtype: torch.dtype) -> torch.Tensor:
-    """Every upper half with the lower halves around a tie; all patterns of a 16-bit dtype."""
+    """Every seventh upper half with the lower halves around a tie; all patterns of a 16-bit dtype."""
     upper = torch.arange(1 << 16, dtype=torch.int64)
     if dtype != torch.float32:
         return upper.to(torch.int32).to(torch.int16).view(dtype)
+    upper = upper[::7]
     lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     patterns = (upper[:, None] << 16 | lower).reshape(-1)
     return torch.where(patterns >= 1 << 31, patterns - (1 << 32), patterns).to(torch.int32).view(torch.float32)
@@ -54,16 +55,8 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_digests_equal_digest_bytes_for_ragged_views_at_every_alignment(kernels: FusedKernels) -> None:
     data = random_bytes(12 * BLOCK_BYTES)
-    sizes = [
-        0,
-        1,
-        7,
-        8,
-        9,
-        15,
-        1000,
-        *(n * BLOCK_BYTES + more for n, more in ((1, -1), (1, 0), (1, 1), (4, 0), (9, 5))),
-    ]
+    blocks = (n * BLOCK_BYTES + more for n, more in ((1, -1), (1, 0), (1, 1), (4, 0), (9, 5)))
+    sizes = [0, 1, 7, 8, 9, 15, 1000, *blocks]
     views = [data[shift : shift + size] for size in sizes for shift in ((0, 3, 8) if size > 9999 else range(17))]
     assert BatchDigest(kernels.backend, views, kernels)() == tuple(digest_bytes(view) for view in views)
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.contract.device.conftest import ACCELERATORS
 from tests.fakes.drivers.build import make_backend
+from tests.fakes.forks import PARTIES, forks
 from trainer.tools import doctor_probes
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def read_block(library: str, name: str, index: int, handle: IpcHandle) -> tuple[
 
 @pytest.fixture(params=ACCELERATORS)
 def device(request: pytest.FixtureRequest, libraries: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    name: str = request.param
+    name, server = request.param, forks(*PARTIES)
+    monkeypatch.setattr(doctor_probes.multiprocessing, "get_context", lambda _: server)  # spawning takes seconds
     monkeypatch.setattr(doctor_probes, "NBYTES", NBYTES)
     monkeypatch.setattr(doctor_probes, "_read_block", partial(read_block, libraries[name]))
     for function in ("get_backend", "build"):
@@ -34,17 +36,9 @@ def device(request: pytest.FixtureRequest, libraries: dict[str, str], monkeypatc
     return name
 
 
-@pytest.mark.parametrize("probe", ["memory", "pinned"])
+@pytest.mark.parametrize("probe", ["memory", "pinned", "ipc"])
 def test_a_probe_finds_a_device_that_keeps_its_promises_well(device: str, probe: str) -> None:
     found = doctor_probes.PROBES[probe](device)
-    assert found.state == "ok", found
-
-
-@pytest.mark.parametrize(
-    "device", ["npu", *(pytest.param(name, marks=pytest.mark.full) for name in ("cuda", "rocm"))], indirect=True
-)
-def test_a_second_process_reads_a_block(device: str) -> None:
-    found = doctor_probes.PROBES["ipc"](device)
     assert found.state == "ok", found
 
 

@@ -68,14 +68,12 @@ def test_every_variable_is_documented_with_its_value(backend: Backend, role: Rol
         assert f"`{variable.name}={variable.value}`" in text, variable
 
 
-def test_a_users_own_value_is_no_problem(backend: Backend) -> None:
+def test_a_users_own_value_is_no_problem_and_nothing_is_asked_before_ray_starts(backend: Backend) -> None:
     user = {"HSA_NO_SCRATCH_RECLAIM": "0", "OMP_NUM_THREADS": "7"}
     environ = merge_env(backend.process_env("learner"), user, {})
     assert backend.check_env("learner", environ) == []
-
-
-def test_collectives_take_host_tensors_too(backend: Backend) -> None:
-    assert "gloo" in backend.collective
+    assert backend.check_env("driver", {}) == [] or backend.name == "cpu"
+    assert "gloo" in backend.collective, "collectives take host tensors too"
 
 
 NOSET_HIP = "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES"
@@ -117,18 +115,13 @@ def test_what_an_image_bakes_in_gives_way_to_ours_where_it_breaks_ipc_but_not_to
         assert env[legacy] == "1" and rocm.check_env(role, env) == []
 
 
-def test_nothing_is_asked_of_the_user_before_ray_starts(backend: Backend) -> None:
-    assert backend.check_env("driver", {}) == [] or backend.name == "cpu"
+def test_hccl_gets_ports_of_its_own_only_where_learner_and_engine_share_a_device(backend: Backend) -> None:
+    names = {variable.name for variable in backend.sharing_env()}
+    assert names == ({"HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"} if backend.name == "npu" else set())
 
 
-@pytest.mark.parametrize("name", AUTO_ORDER)
-def test_hccl_gets_ports_of_its_own_only_where_learner_and_engine_share_a_device(name: str) -> None:
-    names = {variable.name for variable in build(name).sharing_env()}
-    assert names == ({"HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"} if name == "npu" else set())
-
-
-def test_the_buffers_of_all_groups_are_not_sized_for_those_of_weight_sync() -> None:
-    assert "HCCL_BUFFSIZE" not in {variable.name for role in ROLES for variable in build("npu").process_env(role)}
+def test_the_buffers_of_all_groups_are_not_sized_for_those_of_weight_sync(backend: Backend, role: Role) -> None:
+    assert "HCCL_BUFFSIZE" not in {variable.name for variable in backend.process_env(role)}
 
 
 def test_users_engine_arguments_win_but_weights_stay_in_rows(backend: Backend) -> None:
@@ -226,28 +219,24 @@ def test_a_missing_library_lists_what_was_tried(tmp_path: Path) -> None:
         load_library("libnothere", installed=[broken])
 
 
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
+MEMINFO = "MemTotal:       1000 kB\nMemFree: 10 kB\nMemAvailable:    800 kB\n"
+V2, V1 = "sys/fs/cgroup/memory", "sys/fs/cgroup/memory/memory"
+ROOT_GROUP = {f"{V2}.max": "500000", f"{V2}.current": "300000"}
+
+
+def host_memory_of(root: Path, files: dict[str, str]) -> tuple[int, int]:
+    for name, text in {"proc/meminfo": MEMINFO, **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return root
-
-
-MEMINFO = {"proc/meminfo": "MemTotal:       1000 kB\nMemFree: 10 kB\nMemAvailable:    800 kB\n"}
-
-
-V2, V1 = "sys/fs/cgroup/memory", "sys/fs/cgroup/memory/memory"
+    return host_memory(root)
 
 
 @pytest.mark.parametrize(
     ("files", "found"),
     [
         ({f"{V2}.max": "max\n", f"{V2}.current": "5\n"}, (800 * 1024, 1000 * 1024)),
-        (
-            {f"{V2}.max": "500000", f"{V2}.current": "300000", f"{V2}.stat": "anon 200000\ninactive_file 50000\n"},
-            (250_000, 500_000),
-        ),
+        ({**ROOT_GROUP, f"{V2}.stat": "anon 200000\ninactive_file 50000\n"}, (250_000, 500_000)),
         ({f"{V1}.limit_in_bytes": "500000\n", f"{V1}.usage_in_bytes": "100000\n"}, (400_000, 500_000)),
     ],
     ids=["no limit", "version 2", "version 1"],
@@ -255,7 +244,7 @@ V2, V1 = "sys/fs/cgroup/memory", "sys/fs/cgroup/memory/memory"
 def test_host_memory_is_what_the_kernel_and_the_limit_of_the_container_leave(
     tmp_path: Path, files: dict[str, str], found: tuple[int, int]
 ) -> None:
-    assert host_memory(write(tmp_path, {**MEMINFO, **files})) == found
+    assert host_memory_of(tmp_path, files) == found
 
 
 V2_ROW = "0::/system.slice/job_77/step_0\n"
@@ -276,24 +265,20 @@ def test_host_memory_of_a_batch_job_is_what_the_fullest_group_above_it_leaves(
     """The job has a limit, and its step has none; a larger limit above it is shared with others, who use it up."""
     slice_, job = f"{mount}/system.slice", f"{mount}/system.slice/job_77"
     files = {
-        **MEMINFO,
         "proc/self/cgroup": rows,
         f"{job}/step_0/{limit}": "max\n",
         f"{job}/{limit}": "500000\n",
         f"{job}/{used}": "300000\n",
     }
-    assert host_memory(write(tmp_path, files)) == (200_000, 500_000)
+    assert host_memory_of(tmp_path, files) == (200_000, 500_000)
     above = {f"{slice_}/{limit}": "900000\n", f"{slice_}/{used}": "850000\n"}
-    assert host_memory(write(tmp_path, above)) == (50_000, 500_000)
+    assert host_memory_of(tmp_path, above) == (50_000, 500_000)
 
 
 @pytest.mark.parametrize("rows", ["0::/\n", "0::/../../job\n", "0::/docker/0123\n", "\n:\nnonsense\n", None])
 def test_host_memory_in_a_container_that_does_not_see_its_path_is_the_mounts_root(
     tmp_path: Path, rows: str | None
 ) -> None:
-    files = {"sys/fs/cgroup/memory.max": "500000\n", "sys/fs/cgroup/memory.current": "300000\n"}
-    if rows is not None:
-        files["proc/self/cgroup"] = rows
-    # A group next to the mount is not ours.
-    files["sys/job/memory.max"] = files["sys/job/memory.current"] = "1\n"
-    assert host_memory(write(tmp_path, {**MEMINFO, **files})) == (200_000, 500_000)
+    own = {} if rows is None else {"proc/self/cgroup": rows}
+    beside = {"sys/job/memory.max": "1\n", "sys/job/memory.current": "1\n"}  # a group next to the mount is not ours
+    assert host_memory_of(tmp_path, {**ROOT_GROUP, **own, **beside}) == (200_000, 500_000)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from rollout.engine.actor import EngineActor
 from rollout.engine.interface import EngineSpec
@@ -16,7 +17,7 @@ from tests.fakes.drivers.peer import Peer
 from tests.fakes.scripted_run import config
 from trainer.learner import actor as learner_module
 from trainer.learner.actor import LearnerActor
-from weight_sync.device import DeviceError
+from weight_sync.device import DeviceError, torch_binding
 from weight_sync.device.select import build, seen_devices, take_devices
 from weight_sync.transports.exporter import offered
 
@@ -204,3 +205,48 @@ def test_a_learner_whose_node_has_not_the_device_that_was_named_says_why(monkeyp
     worker = LearnerActor(config(device={"name": "cuda"}), rank=0, world_size=1)
     with pytest.raises(DeviceError, match="device 'cuda' cannot be used on the learner's node: "):
         worker._check_device()
+
+
+# Memory of another device, as torch.cuda sees it
+
+POINTER, NBYTES = 0x7F00, 16 << 30
+
+
+class Tensor:
+    def __init__(self, pointer: int) -> None:
+        self.data_ptr = lambda: pointer
+
+    def set_(self, storage: tuple[int, int]) -> Tensor:
+        assert storage[1] == NBYTES
+        return Tensor(storage[0])
+
+
+class TwoDevices:
+    """torch, where the memory at POINTER lies on device `home`: asked for it on another one, it makes a copy."""
+
+    uint8, device, __version__ = torch.uint8, torch.device, torch.__version__
+    _C = SimpleNamespace(_construct_storage_from_data_pointer=lambda pointer, device, nbytes: (pointer, nbytes))
+
+    def __init__(self, home: int) -> None:
+        self.home, self.copied_bytes = home, 0
+
+    def as_tensor(self, data: Any, *, device: torch.device) -> Tensor:
+        described = data.__cuda_array_interface__
+        if device.index == self.home:
+            return Tensor(described["data"][0])
+        self.copied_bytes += described["shape"][0]
+        return Tensor(POINTER + 1)
+
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return Tensor(0)
+
+
+@pytest.mark.parametrize(("home", "copied_bytes"), [(0, 0), (1, 1)])
+def test_memory_of_another_device_is_viewed_without_a_copy_of_it(
+    monkeypatch: pytest.MonkeyPatch, home: int, copied_bytes: int
+) -> None:
+    """One byte is what it costs to ask."""
+    fake = TwoDevices(home)
+    monkeypatch.setattr(torch_binding, "torch", fake)
+    assert torch_binding.TorchBinding("cuda").tensor_at(POINTER, NBYTES, 0).data_ptr() == POINTER
+    assert fake.copied_bytes == copied_bytes

@@ -213,10 +213,10 @@ def test_close_ends_the_thread_and_a_client_finds_out_in_time(context: zmq.Conte
     server = ControlServer(desk, KEYS, epoch=EPOCH)
     client = client_of(context, server.address)
     client.ping(deadline_s=ANSWER_S)
-    before, started = threading.active_count(), time.monotonic()
+    started = time.monotonic()
     server.close()
     server.close()
-    assert threading.active_count() == before - 1
+    assert not server._thread.is_alive()
     with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
         client.ask(CHECK, Checked, deadline_s=0.3)
     assert time.monotonic() - started < ANSWER_S
@@ -241,7 +241,7 @@ def test_an_address_of_another_host_is_refused_and_leaves_nothing(desk: Desk) ->
     before = psutil.Process().num_fds()
     with pytest.raises(zmq.ZMQError):
         ControlServer(desk, KEYS, epoch=EPOCH, host="192.0.2.1")
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before, "fewer is fine: those of earlier tests are closed some time"
 
 
 def test_an_ipv6_endpoint_works(context: zmq.Context, desk: Desk) -> None:

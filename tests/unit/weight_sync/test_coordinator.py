@@ -9,15 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.fakes.sync_world import LocalReplica, World, full_weights, opened
 from weight_sync import deadlines
 from weight_sync.control import epoch
-from weight_sync.control.coordinator import SyncOptions
-from weight_sync.control.epoch import _memory_lines, _pair_line, _size
+from weight_sync.control.epoch import _pair_line, _size
 from weight_sync.errors import (
     DigestMismatch,
     PlanMismatch,
@@ -27,7 +25,6 @@ from weight_sync.errors import (
     WeightSyncError,
 )
 from weight_sync.plan.routes import Stage, plan_routes
-from weight_sync.plan.types import PackPlan, Plan, PullPlan, Run
 from weight_sync.transports.pair import PAIR_BYTES
 
 STAGED_OR_NOT = pytest.mark.parametrize("commit", ["staged", "inplace"])
@@ -256,9 +253,9 @@ async def test_nothing_is_allocated_after_the_first_sync(commit: str) -> None:
                 files, threads = open_files(), own_threads()
         names = ("allocations", "registrations", "sockets", "control_connections")
         assert {n: report.counters[n] for n in names} == {n: first.counters[n] for n in names}
-        # Fewer is fine: sockets of earlier tests are closed by a thread of their context, some time.
+        # Fewer is fine: sockets and threads of earlier tests end some time.
         assert open_files() <= files
-        assert own_threads() == threads
+        assert own_threads() <= threads
 
 
 def own_threads() -> int:
@@ -388,9 +385,10 @@ async def test_replicas_that_split_the_model_differently_are_refused_and_only_on
     assert sum(size < 300 for size in sizes) == 2 == sum(size > 1000 for size in sizes), sizes
 
 
-async def test_memory_is_printed_before_any_of_it_is_allocated(caplog: pytest.LogCaptureFixture) -> None:
+@STAGED_OR_NOT
+async def test_memory_is_printed_before_any_of_it_is_allocated(commit: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "weight_sync")
-    world = World(2, [LocalReplica("r0", 2)], commit="staged", num_slots=3)
+    world = World(2, [LocalReplica("r0", 2)], commit=commit, num_slots=3)
     printed: list[str] = []
     opening = world.publishers[1].ws_open
 
@@ -407,28 +405,11 @@ async def test_memory_is_printed_before_any_of_it_is_allocated(caplog: pytest.Lo
         for rank, own in enumerate(epochs):
             slot = _size(own.plan.arena_bytes)
             assert f"rank {rank} 3 x {slot}, with the probe {_size(own.end.block.nbytes)}" in lines[0]
-        for worker, own in enumerate(workers):
+        for worker, own in enumerate(workers if commit == "staged" else []):
             assert f"worker {worker} {_size(own.targets.buffer.nbytes)}" in lines[1]
+        assert ("no staging buffer" in lines[1]) == (commit == "inplace")
     finally:
         await world.coordinator.close()
-
-
-def test_memory_lines_have_the_figures_of_a_large_plan() -> None:
-    run = Run(src_rank=1, src_off=0, dst_param="w", dst_off=0, nbytes=5_000_000)
-    none = np.zeros((0, 4), np.int64)
-    pack = tuple(
-        PackPlan(rank=rank, params=(), arena_bytes=size, table=none, segments=none, readers=none)
-        for rank, size in enumerate((0, 5_000_000))
-    )
-    plan = Plan(epoch=1, params=(), pack=pack, pull=(PullPlan.of(0, [run]),))
-    learners, engines = _memory_lines(plan, SyncOptions(num_slots=2))
-    # A slot begins at a page; the probe behind the slots has a megabyte of 2^20 bytes.
-    assert (
-        learners
-        == "memory of learners: rank 0 2 x 0.0 kB, with the probe 0.0 kB; rank 1 2 x 5.0 MB, with the probe 11.1 MB"
-    )
-    assert engines.endswith("if it fits into what is free then: worker 0 5.0 MB")
-    assert "no staging buffer" in _memory_lines(plan, SyncOptions(commit="inplace"))[1]
 
 
 def test_groups_of_two_are_counted_by_the_routes_before_they_are_built() -> None:

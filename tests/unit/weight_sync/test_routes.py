@@ -84,6 +84,7 @@ def require_sound(world: World, routes: Mapping[str, Route], *, lost: frozenset[
 def test_everyone_gets_every_source_and_nobody_waits_in_a_circle_also_past_the_lost(world, relay, data) -> None:
     routes = plan_routes(*world, relay=relay)
     assert list(routes) == [party.name for party in world[1]]
+    assert plan_routes(*world, relay=relay) == routes
     require_sound(world, routes)
     require_sound(world, routes, lost=frozenset(name for name in routes if data.draw(st.integers(0, 9)) < 2))
     assert relay == "auto" or not any(route.predecessors for route in routes.values())
@@ -177,19 +178,11 @@ def test_4096_receivers_are_routed_to_1024_learners_in_a_second_also_without_a_t
     assert max(len(route.predecessors) for route in routes.values()) == NUM_PREDECESSORS
     rings = Counter(sum(not asked for _, asked in walk(route)) for route in routes.values())
     assert rings == {1024 // RING_SIZE: 4096}, "every receiver is the head of one group"
-    assert plan_routes(*world, relay="auto") == routes
     gone = set(random.Random(0).sample([party.name for party in world[1]], 410))
     rest = [party for party in world[1] if party.name not in gone]
     again = plan_routes(world[0], rest, world[2], relay="auto")
     assert again.keys() == {party.name for party in rest}
     assert not {other for route in again.values() for other in route.predecessors} & gone
-
-
-def test_loss_of_a_tenth_leaves_egress_at_one_copy() -> None:
-    world = cluster(16, 1, 2, 24)
-    for seed in range(20):
-        lost = random.Random(seed).sample([party.name for party in world[1]], 4)
-        require_sound(world, plan_routes(*world, relay="auto"), lost=frozenset(lost))
 
 
 def test_two_nodes_of_two_are_routed_as_the_picture_shows() -> None:
