@@ -30,7 +30,7 @@ from tests.contract.transports.world import (
 from tests.fakes.process_life import wait_until
 from tests.fakes.processes import Child
 from tests.fakes.relay_process import nothing
-from weight_sync.errors import PublisherLost, PullTimeout, TransportUnusable, WeightSyncError
+from weight_sync.errors import PublisherLost, PullTimeout, WeightSyncError
 from weight_sync.messages import encode
 from weight_sync.transports.base import Piece
 from weight_sync.transports.pair import PairReceiver
@@ -176,23 +176,6 @@ def test_receivers_are_served_side_by_side(world: World) -> None:
     assert errors == []
     for local in receivers:
         local.close()
-
-
-def test_a_publisher_that_cannot_be_connected_makes_the_transport_unusable() -> None:
-    """Its control line works and its data plane does not: another transport may be tried.
-
-    Only gloo gets an address; the others find theirs.
-    """
-    remote = Remote(Kind("gloo", host="127.0.0.1", timing=QUICK)).wait()
-    local = Local(remote.kind)
-    line = local.line(remote.address)
-    # Nobody has an address of TEST-NET-1, so gloo cannot listen there.
-    end = PairReceiver(local.backend, remote.handle, line, host="192.0.2.1", timing=QUICK)
-    with pytest.raises(TransportUnusable, match=r"gloo from the publisher at 127\.0\.0\.1: gloo on 192\.0\.2\.1"):
-        end.pull(1, [Piece(0, local.empty())], check=nothing)
-    end.close()
-    local.close()
-    remote.close()
 
 
 def test_bytes_travel_between_the_addresses_that_the_ends_were_given() -> None:
