@@ -81,7 +81,7 @@ def _watch_protocol(traps: Trapped) -> None:
             traps.reach("packing")
             return super().__getitem__(name)
 
-    def watched(full: Mapping[str, torch.Tensor], **of_rank: int) -> dict[str, torch.Tensor]:
+    def watched(full: Mapping[str, torch.Tensor], **of_rank: Any) -> dict[str, torch.Tensor]:
         return Shards(local_tensors(dict(full), **of_rank))
 
     def asked(self: Any, request: Any) -> Any:

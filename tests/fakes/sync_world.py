@@ -77,9 +77,11 @@ def full_weights(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def local_tensors(full: dict[str, torch.Tensor], *, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+def local_tensors(
+    full: dict[str, torch.Tensor], *, rank: int, num_ranks: int, params: Sequence[ParamMeta] = PARAMS
+) -> dict[str, torch.Tensor]:
     """The rows that FSDP2 would leave on a rank; parameters without any are missing."""
-    return held_by(full, rows_of(PARAMS, rank, num_ranks))
+    return held_by(full, rows_of(params, rank, num_ranks))
 
 
 def expected_engine(full: dict[str, torch.Tensor], *, worker: int, num_workers: int) -> dict[str, torch.Tensor]:
@@ -92,18 +94,20 @@ def expected_engine(full: dict[str, torch.Tensor], *, worker: int, num_workers: 
 class LocalPublisher:
     """A learner rank in this process. `full` is what it trains; replace it to train."""
 
-    def __init__(self, rank: int, num_ranks: int, full: dict[str, torch.Tensor]) -> None:
-        self.rank, self.num_ranks, self.full = rank, num_ranks, full
+    def __init__(
+        self, rank: int, num_ranks: int, full: dict[str, torch.Tensor], params: Sequence[ParamMeta] = PARAMS
+    ) -> None:
+        self.rank, self.num_ranks, self.full, self.params = rank, num_ranks, full, params
         self.publisher = WeightPublisher(CpuBackend(), rank=rank)
 
     def ws_describe(self) -> bytes:
-        return self.publisher.describe(PARAMS, rows_of(PARAMS, self.rank, self.num_ranks), {})
+        return self.publisher.describe(self.params, rows_of(self.params, self.rank, self.num_ranks), {})
 
     def ws_open(self, request: bytes) -> bytes:
         return self.publisher.open(request)
 
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
-        tensors = local_tensors(self.full, rank=self.rank, num_ranks=self.num_ranks)
+        tensors = local_tensors(self.full, rank=self.rank, num_ranks=self.num_ranks, params=self.params)
         return self.publisher.publish(version, tensors, deadline_s=deadline_s)
 
     def ws_digests(self, version: int, deadline_s: float) -> bytes:

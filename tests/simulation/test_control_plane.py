@@ -226,7 +226,7 @@ def long_plan(num_groups: int, **changes: Any) -> Plan:
 
 
 def test_a_world_can_be_played_again() -> None:
-    first, again = (play(long_plan(2_000, death_every_s=10.0)) for _ in range(2))
+    first, again = (play(long_plan(1_000, death_every_s=10.0)) for _ in range(2))
     assert sum(first.fleet.num_lost.values()) > 5
     assert first.num_turns == again.num_turns
     assert first.peaks == again.peaks

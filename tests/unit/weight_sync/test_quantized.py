@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.derived_engine import DerivedEngine, Layer, ToyReloader, checkpoint_params
-from tests.fakes.row_shards import held_by, rows_of
 from tests.fakes.sync_world import LocalPublisher, LocalReplica
 from weight_sync.control.coordinator import SyncCoordinator, SyncOptions
 from weight_sync.device.cpu import CpuBackend
@@ -65,15 +64,6 @@ def _addresses(model: DerivedEngine) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in {**dict(model.named_parameters()), **others}.items()}
 
 
-class _Learner(LocalPublisher):
-    def ws_describe(self) -> bytes:
-        return self.publisher.describe(PARAMS, rows_of(PARAMS, self.rank, self.num_ranks), {})
-
-    def ws_publish(self, version: int, deadline_s: float) -> bytes:
-        tensors = held_by(self.full, rows_of(PARAMS, self.rank, self.num_ranks))
-        return self.publisher.publish(version, tensors, deadline_s=deadline_s)
-
-
 class _Replica(LocalReplica):
     def __init__(self, name: str, num_workers: int) -> None:
         super().__init__(name, num_workers)
@@ -98,7 +88,7 @@ async def test_synced_engine_equals_a_fresh_load_and_nothing_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("weight_sync.receive.quantized.BUCKET_BYTES", bucket_bytes)
-    learners = [_Learner(rank, 2, _weights(0)) for rank in range(2)]
+    learners = [LocalPublisher(rank, 2, _weights(0), PARAMS) for rank in range(2)]
     replica = _Replica("a", num_workers)
     coordinator = SyncCoordinator(learners, [replica], options=SyncOptions(transport="shm", commit=commit))
     with caplog.at_level(logging.DEBUG):
@@ -134,7 +124,7 @@ async def test_no_worker_post_processes_what_another_one_did_not_get(
     """In place: the engine's post-processing may have collectives, which would wait for that worker for ever."""
     replica = _Replica("a", 2)
     coordinator = SyncCoordinator(
-        [_Learner(0, 1, _weights(1))], [replica], options=SyncOptions(timeout_s=20.0, commit="inplace")
+        [LocalPublisher(0, 1, _weights(1), PARAMS)], [replica], options=SyncOptions(timeout_s=20.0, commit="inplace")
     )
     await coordinator.open()
     healthy, failing = replica.receivers

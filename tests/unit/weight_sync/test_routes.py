@@ -60,8 +60,9 @@ def require_sound(world: World, routes: Mapping[str, Route], *, lost: frozenset[
     waits: dict[tuple[str, int], set[tuple[str, int]]] = defaultdict(set)
     served: Counter[tuple[str, int]] = Counter()
     for name in routes.keys() - lost:
-        pulls = dict(walk(routes[name]))
-        assert sorted(pulls) == sorted(set(sources[by_name[name].worker]))
+        order = list(walk(routes[name]))
+        assert sorted(rank for rank, _ in order) == sorted(set(sources[by_name[name].worker]))
+        pulls = dict(order)
         for before, after in pairwise(pulls):
             waits[name, after].add((name, before))
         for rank, asked in pulls.items():
