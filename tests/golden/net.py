@@ -2,8 +2,8 @@
 
     cases of a part ──seams.py──> what the code makes of them ──> data/PART.json, or a comparison with it
 
-Only `seams.py` knows where things are and what they are called. `python -m tests.golden.record` writes the data again;
-every difference is then reviewed like code.
+Only `seams.py` and `sync_seams.py` know where things are and what they are called. `python -m tests.golden.record`
+writes the data again; every difference is then reviewed like code.
 """
 
 from __future__ import annotations

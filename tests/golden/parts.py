@@ -6,8 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from tests.golden import seams
+from tests.golden.agents import AGENTS
 from tests.golden.argv import ARGV
+from tests.golden.batches import BATCHES
 from tests.golden.runs import RUNS
+from tests.golden.steps import RANKS, STEPS
+from tests.golden.sync_faces import SYNC_FACES
+from tests.golden.sync_plans import SYNC_PLANS
+from tests.golden.sync_states import SYNC_STATES
 from tests.golden.tools import TOOLS
 from tests.golden.worlds import WORLDS
 
@@ -15,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-PARTS = {part.name: part for part in (ARGV, RUNS, WORLDS, TOOLS)}
+SYNC = (SYNC_FACES, SYNC_PLANS, SYNC_STATES)
+PARTS = {part.name: part for part in (ARGV, BATCHES, STEPS, RANKS, RUNS, WORLDS, AGENTS, TOOLS, *SYNC)}
 
 
 @contextlib.contextmanager

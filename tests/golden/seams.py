@@ -1,4 +1,4 @@
-"""Where things are and what they are called: all of the golden net that changes when code moves.
+"""Where things are and what they are called: with `sync_seams.py`, all of the golden net that changes when code moves.
 
 Everything here takes plain values and gives plain values back.
 """
@@ -15,20 +15,32 @@ import math
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from rich.console import Console
 
+from rollout.agent.loop import MultiTurnLoop, Reply
+from rollout.agent.runner import check_trajectory
+from rollout.agent.trajectory_builder import TrajectoryBuilder
+from rollout.types import Group, Prompt, TokenChunk, Trajectory, Turn
 from tests.fakes.learner import (
     KINDS,
+    logprobs,
+    make_learner,
+    pack,
     process_group,
     run_config,
+    run_ranks,
     save_tiny,
+    sequences,
     weights,
+    whole,
 )
 from tests.fakes.model_7b import QWEN_7B
 from tests.fakes.scripted_replica import ScriptedReplica
@@ -43,13 +55,16 @@ from tests.fakes.scripted_run import (
     telemetry_in,
 )
 from tests.fakes.trainer_process import ROOT
+from tests.fakes.trajectories import make_chunk, make_turn
 from tests.fakes.virtual_time import run_virtual
 from tests.golden.clocks import logged, virtual_clocks
 from tests.golden.net import digest, sums
 from tests.golden.run_files import json_lines, left_in
 from tests.simulation.world import simulation
 from trainer.__main__ import main as trainer
+from trainer.algorithms.advantages import GroupRewards
 from trainer.builtin.tiny_model import build_tokenizer
+from trainer.config.algorithm import AlgorithmConfig, ClampConfig, CorrectionConfig, KlConfig, MaskConfig, RejectConfig
 from trainer.config.cli import parse
 from trainer.config.compose import resolve
 from trainer.config.field import type_text
@@ -58,10 +73,12 @@ from trainer.config.presets import config_names as names_in
 from trainer.config.presets import groups as groups_in
 from trainer.config.presets import packaged_configs
 from trainer.config.schema import all_keys
+from trainer.data.build import build_train_batch
 from trainer.driver.checkpointing import find_resume_point, log_resumed, prepare_run_dir
 from trainer.driver.named_files import file_problems
 from trainer.driver.run import EXIT_CODES, _say_goodbye, _summary
 from trainer.driver.state import RunState
+from trainer.driver.step_metrics import batch_stats
 from trainer.errors import ConfigurationError, first_cause, one_line
 from trainer.learner.policy import PolicyTrainer
 from trainer.tools.advise import main as advise
@@ -74,10 +91,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from rollout.types import Group
     from tests.simulation.fleet import Plan
     from trainer.config.schema import RunConfig
-    from trainer.data.batch import TrainBatch
+    from trainer.data.batch import MicroBatch, TrainBatch
     from trainer.learner.step_stats import StepResult
 
 # Configuration
@@ -172,16 +188,105 @@ def write_inputs(folder: Path) -> None:
     (folder / "reward.py").write_text("def score(response, answer):\n    return 1.0\n")
 
 
-# A learner
+# From groups to batches
+
+
+def group(given: Mapping[str, Any]) -> Group:
+    prompt_id = f"train/{given['group_id']}"
+    baseline = given["baseline"]
+    return Group(
+        group_id=given["group_id"],
+        prompt_id=prompt_id,
+        trajectories=[_trajectory(prompt_id, answer) for answer in given["answers"]],
+        start_version=given["start_version"],
+        baseline=None if baseline is None else _trajectory(prompt_id, baseline),
+    )
+
+
+def _trajectory(prompt_id: str, given: Mapping[str, Any]) -> Trajectory:
+    return Trajectory.of_turns(
+        list(map(_turn, given["turns"])),
+        prompt_id=prompt_id,
+        sample_index=given["sample"],
+        reward=given["reward"],
+        reward_parts=given["parts"],
+        status=given["status"],
+        timings={},
+        error="RuntimeError: no judge" if given["status"] == "failed" else "",
+    )
+
+
+def _turn(given: Mapping[str, Any]) -> Turn:
+    return make_turn(
+        given["context"],
+        given["generated"],
+        given["segments"],
+        logprobs=given["logprobs"],
+        reward=given["reward"],
+        begins_anew=given["begins_anew"],
+    )
+
+
+def group_stats(groups: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, float]:
+    """Metrics of the groups of one step."""
+    return batch_stats(list(map(group, groups)), step)
+
+
+def built_batch(
+    groups: Sequence[Mapping[str, Any]], step: int, algorithm: Mapping[str, Any], limits: Mapping[str, int]
+) -> dict[str, Any]:
+    """Sizes (answers, sequences, tokens, loss tokens, fillers, packing), what is left out, and arrays by name: of every
+    micro-batch of every rank, and of what the learner has to know of the groups.
+
+    Raises ValueError as the code does.
+    """
+    batch = build_train_batch(list(map(group, groups)), step=step, algorithm=_algorithm(algorithm), **limits)
+    num_empty = sum(not one.token_ids.any() for rank in batch.micro_batches for one in rank)
+    sizes = (batch.num_samples, batch.num_sequences, batch.num_tokens, batch.num_loss_tokens, num_empty)
+    return {
+        "sizes": [*sizes, batch.balance_frac],
+        **({"excluded": dict(batch.excluded)} if batch.excluded else {}),
+        "group_rewards": [] if batch.group_rewards is None else [_rewards(one) for one in batch.group_rewards],
+        "micro_batches": [[_arrays(one) for one in rank] for rank in batch.micro_batches],
+    }
+
+
+def _algorithm(changes: Mapping[str, Any]) -> AlgorithmConfig:
+    kl, correction = KlConfig(**changes.get("kl", {})), changes.get("correction", {})
+    sections = {"clamp": ClampConfig, "mask": MaskConfig, "reject": RejectConfig}
+    parts = {name: sections[name](**value) if name in sections else value for name, value in correction.items()}
+    return AlgorithmConfig(**{**changes, "kl": kl, "correction": CorrectionConfig(**parts)})
+
+
+def _rewards(rewards: GroupRewards) -> dict[str, Any]:
+    baseline = {} if rewards.baseline is None else {"baseline": [rewards.baseline]}
+    return {"rewards": rewards.rewards_G, "lengths": rewards.lengths_G, **rewards.parts_G, **baseline}
+
+
+def _arrays(batch: MicroBatch) -> dict[str, Any]:
+    names = ("cu_seqlens", "token_ids", "loss_mask", "versions", "advantages", "loss_weights", "behavior_logprobs")
+    arrays = {name: getattr(batch, name) for name in names}
+    if batch.cov_selected is not None:
+        arrays["cov_selected"] = batch.cov_selected
+    if batch.token_rewards is not None:
+        arrays |= {"answers": batch.response_index, "token_rewards": batch.token_rewards}
+    return arrays
+
+
+# The learner
 
 
 @contextlib.contextmanager
 def one_rank(folder: Path) -> Iterator[None]:
-    """A process group of one, and a tiny model for `TinyLearner`."""
-    global TINY_MODEL
+    """A process group of one, and a tiny model for `learner_steps`."""
     with process_group(folder / "store"):
-        TINY_MODEL = save_tiny(folder / "tiny")
+        make_tiny(folder)
         yield
+
+
+def make_tiny(folder: Path) -> None:
+    global TINY_MODEL
+    TINY_MODEL = save_tiny(folder / "tiny")
 
 
 TINY_MODEL: Path | None = None
@@ -189,6 +294,97 @@ TINY_MODEL: Path | None = None
 
 EPS = 1e-6
 """Of AdamW: large enough that a gradient of rounding errors alone moves nothing."""
+SECOND = ("loss", "grad_norm", "critic_loss", "critic_grad_norm")
+"""Metrics of a second step that are kept: they follow from the weights after the first."""
+
+
+def learner_steps(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """Two optimizer steps: metrics, sums of the first gradient and of the weights in the end."""
+    assert TINY_MODEL is not None
+    return _steps(TINY_MODEL, algorithm)
+
+
+def _steps(model: Path, algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    changes, cfg = dict(algorithm), run_config(model, max_grad_norm=5.0, eps=EPS, weight_decay=1.0)
+    critic = replace(cfg.critic, shared_backbone=changes.pop("shared_backbone", False), updates_per_step=2)
+    learner = make_learner(replace(cfg, algorithm=_algorithm(changes), critic=critic))
+    gradient: dict[str, Any] = {}
+    _watch(learner, gradient)
+    micro_batches, rewards = _learner_input(learner)
+    results = [learner.train_step(micro_batches, step=step, **rewards) for step in (2, 3)]
+    first, second = ({name: [m.sum, m.count] for name, m in sorted(result.metrics.items())} for result in results)
+    trained = weights(learner).values()
+    return {
+        "metrics": first,
+        "second step": {name: second[name] for name in SECOND if name in second},
+        "model_flops": results[0].model_flops,
+        "gradient": sums(*gradient.values()),
+        "matrices": sums(*(weight for weight in trained if weight.ndim > 1)),
+        "vectors": sums(*(weight for weight in trained if weight.ndim == 1)),
+    }
+
+
+def _watch(learner: PolicyTrainer, gradient: dict[str, Any]) -> None:
+    """Fills `gradient` as the first step is taken."""
+    optimizer: Any = learner._optimizers[""]
+    take = optimizer.step
+
+    def watching(**how: float) -> None:
+        if not gradient:
+            found: Any = ((name, param.grad) for name, param in learner.model.named_parameters())
+            gradient.update({name: whole(grad) for name, grad in found})
+        take(**how)
+
+    optimizer.step = watching
+
+
+def _learner_input(learner: PolicyTrainer) -> tuple[list[MicroBatch], dict[str, Any]]:
+    """Of this rank: micro-batches that older versions sampled, near the policy, some of whose tokens are selected."""
+    parts = sequences(8, seed=3)
+    rng = np.random.default_rng(5)
+    noise = [rng.normal(0, 0.3, len(part.token_ids)) for part in parts]
+    ages = [rng.integers(0, 3, len(part.token_ids)) for part in parts]
+    selected = [(rng.random(len(part.token_ids)) < 0.3) & part.loss_mask for part in parts]
+    rewards = [np.where(part.loss_mask, rng.normal(0, 0.5, len(part.token_ids)), 0) for part in parts]
+    dealt = [list(range(first, first + 2)) for first in range(0, 8, 2)][dist.get_rank() :: dist.get_world_size()]
+    micro_batches = []
+    for members in dealt:
+        packed = pack([parts[number] for number in members])
+        mask = packed.loss_mask
+
+        def joined(arrays: list[Any], members: list[int] = members) -> Any:
+            return np.concatenate([arrays[number] for number in members])
+
+        near = logprobs(learner, packed) + joined(noise)
+        micro_batches.append(
+            replace(
+                packed,
+                behavior_logprobs=np.where(mask, near, 0).astype(np.float32),
+                versions=np.where(mask, joined(ages), -1).astype(np.int32),
+                cov_selected=joined(selected),
+                token_rewards=joined(rewards).astype(np.float32),
+                response_index=np.array(members, np.int32),
+            )
+        )
+    return micro_batches, _step_rewards(parts, rewards)
+
+
+def _step_rewards(parts: Sequence[MicroBatch], rewards: Sequence[Any]) -> dict[str, Any]:
+    totals, lengths = np.array([float(r.sum()) for r in rewards]), np.array([int(p.loss_mask.sum()) for p in parts])
+    groups = tuple(GroupRewards(rewards_G=totals[at], lengths_G=lengths[at]) for at in (slice(0, 4), slice(4, 8)))
+    return {"group_rewards": groups}
+
+
+def learner_steps_on_ranks(
+    algorithms: Sequence[Mapping[str, Any]], folder: Path, *, world_size: int
+) -> list[dict[str, Any]]:
+    """As `learner_steps`, of rank 0."""
+    save_tiny(folder / "tiny")
+    return run_ranks(partial(_all_steps, algorithms), folder, world_size=world_size)[0]
+
+
+def _all_steps(algorithms: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    return [_steps(folder / "tiny", algorithm) for algorithm in algorithms]
 
 
 # Whole runs in virtual time
@@ -444,3 +640,62 @@ def bench_table(name: str) -> list[str]:
 
 def _lines_of(runs: Mapping[str, Any]) -> list[str]:
     return table({name: {"figures": None, "start_up": {}, **run} for name, run in runs.items()}).splitlines()
+
+
+# Agents
+
+
+def conversed(
+    prompt: Sequence[int],
+    answers: Sequence[Mapping[str, Any]],
+    replies: Sequence[Mapping[str, Any]],
+    *,
+    max_turns: int,
+    max_tokens: int,
+) -> dict[str, Any]:
+    """What an agent of several turns asks, and its trajectory. The environment ends it when it has no more to say."""
+    asked: list[Any] = []
+    said, replied = iter(answers), iter(replies)
+
+    async def generate(token_ids: Any, max_tokens: int, *, stop: Any = None) -> TokenChunk:
+        asked.append([token_ids.tolist(), max_tokens, stop])
+        answer = next(said)
+        return replace(_chunk(answer), finish_reason=answer["finish"])
+
+    class Talking:
+        async def step(self, turns: Any) -> Reply:
+            reply = next(replied, {"tokens": None, "reward": 1.0})
+            return Reply(token_ids=reply["tokens"], reward=reply["reward"])
+
+    given = Prompt(prompt_id="train/0", token_ids=np.array(prompt, np.int32), text="", answer="")
+    loop = MultiTurnLoop(lambda _prompt: Talking(), max_turns=max_turns, stop="END")
+    trajectory = check_trajectory(run_virtual(loop.run(given, max_tokens, generate)), given, max_tokens=100)
+    return {"asked": asked, "status": trajectory.status, "turns": list(map(_plain_turn, trajectory.turns()))}
+
+
+def kept_by_builder(prompt: Sequence[int], steps: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Turns, and the tokens that an engine would go on from."""
+    builder = TrajectoryBuilder(np.array(prompt, np.int32))
+    for kind, given in steps:
+        match kind:
+            case "generated":
+                builder.add_generated(_chunk(given))
+            case "reward":
+                builder.add_reward(given)
+            case "context":
+                builder.add_context(np.array(given, np.int32))
+            case _:
+                builder.start_sequence(np.array(given, np.int32))
+    return {"turns": list(map(_plain_turn, builder.turns())), "token_ids": builder.token_ids().tolist()}
+
+
+def _chunk(given: Mapping[str, Any]) -> TokenChunk:
+    return make_chunk(given["tokens"], given["segments"], logprobs=given["logprobs"])
+
+
+def _plain_turn(turn: Turn) -> list[Any]:
+    """Context, sampled tokens, their log-probs, [version, tokens], reward, and whether a sequence begins."""
+    sampled = turn.is_generated
+    arrays = (turn.token_ids[~sampled], turn.token_ids[sampled], turn.logprobs[sampled])
+    segments = list(map(list, turn.segments))
+    return [*(array.tolist() for array in arrays), segments, turn.reward, turn.begins_anew]
