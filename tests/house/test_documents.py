@@ -152,36 +152,20 @@ def test_every_row_of_the_catalogue_is_written() -> None:
         assert not can_say(name, whole, made)
 
 
-def test_scripts_that_documents_name_exist_and_can_be_run() -> None:
-    named = {
-        (document.name, script)
-        for document in documents()
-        for script in re.findall(r"\bscripts/[\w./-]+\.(?:sh|py)\b", document.read_text(encoding="utf-8"))
-    }
-    missing = [f"{document} names {script}" for document, script in named if not (ROOT / script).is_file()]
-    assert not missing, "\n".join(missing)
-    shell = sorted({script for _, script in named if script.endswith(".sh")})
-    assert all(os.access(ROOT / script, os.X_OK) for script in shell), f"chmod +x one of {shell}"
-
-
-def test_files_that_documents_name_exist() -> None:
-    tops, missing = "configs|docs|rollout|tests|trainer|weight_sync", list[str]()
-    for document in documents():
-        if document.name == "benchmarks_history.md":
-            continue
-        # Capitals stand for a name that the reader chooses.
-        named = re.findall(
-            rf"(?<![\w/])((?:{tops})/[a-z_][a-z0-9_/.]*[a-z0-9_/])(?![\w*{{/.-])", document.read_text("utf-8")
-        )
-        missing += [f"{document.name} names {path}" for path in named if not (ROOT / path).exists()]
-    assert not missing, "\n".join(sorted(set(missing)))
-
-
-def test_modules_that_documents_run_exist() -> None:
+def test_files_and_modules_that_documents_name_exist_and_shell_scripts_can_be_run() -> None:
+    tops, wrong = "configs|docs|rollout|scripts|tests|trainer|weight_sync", set[str]()
     for document in documents():
         text = document.read_text(encoding="utf-8")
+        # Capitals stand for a name that the reader chooses.
+        named = re.findall(rf"(?<![\w/])((?:{tops})/[a-z_][a-z0-9_/.]*[a-z0-9_/])(?![\w*{{/.-])", text)
+        if document.name != "benchmarks_history.md":
+            wrong |= {f"{document.name} names {path}" for path in named if not (ROOT / path).exists()}
+        shell = [path for path in named if path.startswith("scripts/") and path.endswith(".sh")]
+        wrong |= {f"{document.name}: chmod +x {path}" for path in shell if not os.access(ROOT / path, os.X_OK)}
         for name in re.findall(r"python -m ((?:trainer|weight_sync|tests)\b[\w.]*\w)", text):
-            assert importlib.util.find_spec(name) is not None, f"{document.name}: there is no module {name} to run"
+            if importlib.util.find_spec(name) is None:
+                wrong.add(f"{document.name}: there is no module {name} to run")
+    assert not wrong, "\n".join(sorted(wrong))
 
 
 def anchors(document: Path) -> set[str]:

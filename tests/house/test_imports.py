@@ -1,4 +1,4 @@
-"""Imports go one way, heavy libraries stay in their places, and light modules stay light."""
+"""No cycles, heavy libraries stay in their places, and light modules stay light. `lint-imports` checks the layers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def name_of(module: Module) -> str:
     return module.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported_modules(module: Module) -> Iterator[str]:
-    """Modules of ours that it imports anywhere, without the packages that it is in."""
-    known, me = {name_of(other) for other in modules()}, name_of(module)
+def imported_modules(module: Module, known: set[str]) -> Iterator[str]:
+    """Those of `known` that it imports anywhere, without the packages that it is in."""
+    me = name_of(module)
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -64,22 +64,16 @@ for name in sys.argv[1:]:
     if hasattr(module, "__path__"):
         for info in pkgutil.walk_packages(module.__path__, name + "."):
             importlib.import_module(info.name)
-found = sorted({"torch", "ray", "vllm", "transformers"} & set(sys.modules))
-print(",".join(found))
+    heavy = sorted({"torch", "ray", "vllm", "transformers"} & set(sys.modules))
+    if heavy:
+        sys.exit(f"{name} imports {', '.join(heavy)}")
 """
-
-
-def test_import_contracts_hold() -> None:
-    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 
 
 def test_no_module_imports_itself_over_others() -> None:
     """Type-only imports included: a reader of one such module has to read the others, too."""
-    graph = {name_of(module): set(imported_modules(module)) for module in modules()}
+    known = {name_of(module) for module in modules()}
+    graph = {name_of(module): set(imported_modules(module, known)) for module in modules()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -111,10 +105,7 @@ def test_words_of_vendors_stay_in_the_device_layer() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("package", LIGHT)
-def test_a_light_module_imports_without_torch(package: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL, package], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+def test_light_modules_import_without_torch() -> None:
+    command = [sys.executable, "-c", IMPORT_ALL, *LIGHT]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.strip() == "", f"{package} imports {result.stdout.strip()}"

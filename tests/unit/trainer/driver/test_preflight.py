@@ -165,7 +165,9 @@ def test_critic_and_teacher_count_where_they_are_used_and_engines_do_not_have_th
 def test_a_port_in_use_is_refused_only_for_a_private_cluster() -> None:
     with socket.create_server(("", 0)) as taken:
         port = f"learner.port={taken.getsockname()[1]}"
-        assert unusable(port) == ["learner.port"]
+        (problem,) = file_problems(load_config([port]))
+        assert problem.key == "learner.port"
+        assert "Address already in use" in problem.message and "0 for a free one" in problem.hint
         assert unusable(port, "ray.address=auto") == []
     assert unusable(port) == []
 
