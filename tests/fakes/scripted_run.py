@@ -351,16 +351,25 @@ class ScriptedRun:
             live=sync_report(self.state.version),
         )
 
-    async def run(self, *, meddle: Callable[[TrainingRun], Any] | None = None) -> TrainingRun:
-        """As `Driver._train`. `meddle` may change the run, or return something to do meanwhile."""
+    async def run(self, *, interrupt_when: Callable[[], bool] | None = None, after_s: float = 0.0) -> None:
+        """As `Driver._train`; it is interrupted so long after that is true."""
         asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
-        training = self.training()
-        extra = meddle(training) if meddle is not None else None
+
+        async def interrupt(is_time: Callable[[], bool]) -> None:
+            while not is_time():
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(after_s)
+            self.state.stop("interrupted")
+
         try:
-            await training.run(*([] if extra is None else [extra]))
+            await self.training().run(*([] if interrupt_when is None else [interrupt(interrupt_when)]))
         finally:
-            training.buffer.close()
-        return training
+            self.buffer.close()
+
+    def play(self, *, interrupt_when: Callable[[], bool] | None = None) -> ScriptedRun:
+        """To its end, in virtual time."""
+        run_virtual(self.run(interrupt_when=interrupt_when))
+        return self
 
 
 async def forever(*_: object, **__: object) -> None:
@@ -414,18 +423,6 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 def times(run: ScriptedRun, what: str) -> dict[int, float]:
     """Number of the step, version or group -> when that happened."""
     return {number: time for time, name, number in run.world.events if name == what}
-
-
-def interrupt_when(run: ScriptedRun, is_time: Callable[[], bool], *, after_s: float = 0.0) -> Callable[..., Any]:
-    """For `ScriptedRun.run(meddle=...)`."""
-
-    async def interrupt() -> None:
-        while not is_time():
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(after_s)
-        run.state.stop("interrupted")
-
-    return lambda _training: interrupt()
 
 
 def watch_batches(run: ScriptedRun) -> list[list[Group]]:

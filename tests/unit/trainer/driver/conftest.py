@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.fakes.scripted_run import Script, ScriptedRun, World, config, telemetry_in
-from tests.fakes.virtual_time import run_virtual
 from trainer.driver.state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    from trainer.driver.loops import TrainingRun
 
 
 @pytest.fixture
@@ -53,13 +50,3 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
-
-
-@pytest.fixture
-def play() -> Callable[..., TrainingRun]:
-    """Runs one to its end in virtual time."""
-
-    def run(scripted_run: ScriptedRun, **how: Any) -> TrainingRun:
-        return run_virtual(scripted_run.run(**how))
-
-    return run

@@ -25,7 +25,6 @@ from tests.fakes.scripted_run import (
     World,
     all_evaluations,
     config,
-    interrupt_when,
     json_lines,
     lines,
     prompt_set,
@@ -44,10 +43,7 @@ from trainer.driver.step_metrics import batch_stats
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from trainer.driver.loops import TrainingRun
-
     Make = Callable[..., ScriptedRun]
-    Play = Callable[..., TrainingRun]
 
 PROMPTS = prompt_set(3).prompts
 NO_VERDICT: dict[str, Any] = {"status": "failed", "reward": float("nan"), "error": "no verdict"}
@@ -355,10 +351,9 @@ def evaluated(run: ScriptedRun) -> dict[int, int]:
     ],
 )
 def test_which_versions_are_evaluated_each_on_one_record(
-    scripted: Make, play: Play, keys: dict[str, Any], versions: list[int], is_blocking: bool
+    scripted: Make, keys: dict[str, Any], versions: list[int], is_blocking: bool
 ) -> None:
-    run = scripted(QUICK, trainer={**keys, "eval_blocking": is_blocking})
-    play(run)
+    run = scripted(QUICK, trainer={**keys, "eval_blocking": is_blocking}).play()
     found = evaluated(run)
     assert list(found) == run.world.evaluated == [line["version"] for line in all_evaluations(run)] == versions
     assert all(version <= step for version, step in found.items())
@@ -369,23 +364,21 @@ def test_which_versions_are_evaluated_each_on_one_record(
         assert all(step == max(version, 1) for version, step in found.items())
 
 
-def test_a_run_without_held_out_prompts_evaluates_nothing(scripted: Make, play: Play) -> None:
-    run = scripted(num_held_out=0)
-    play(run)
+def test_a_run_without_held_out_prompts_evaluates_nothing(scripted: Make) -> None:
+    run = scripted(num_held_out=0).play()
     assert (run.world.evaluated, run.state.step) == ([], 6)
     assert {line["time/wait_for_eval_s"] for line in lines(run)} == {0.0}
 
 
-def test_a_resumed_run_is_evaluated_on_its_old_grid(scripted: Make, play: Play) -> None:
+def test_a_resumed_run_is_evaluated_on_its_old_grid(scripted: Make) -> None:
     run = scripted(QUICK, state=resumed_state(5), trainer={"total_steps": 9, "eval_every": 4, "eval_at_start": False})
-    play(run)
+    run.play()
     assert run.world.evaluated == [8, 9]
 
 
-def test_a_period_whose_version_was_superseded_is_evaluated_at_the_next_live_one(scripted: Make, play: Play) -> None:
+def test_a_period_whose_version_was_superseded_is_evaluated_at_the_next_live_one(scripted: Make) -> None:
     script = Script(train_s=0.2, pull_s=4.0, generate_s=(0.1, 0.2), evaluate_s=0.0)
-    run = scripted(script, mode={"max_staleness": 4}, trainer={**NEVER, "eval_every": 2, "total_steps": 20})
-    play(run)
+    run = scripted(script, mode={"max_staleness": 4}, trainer={**NEVER, "eval_every": 2, "total_steps": 20}).play()
     live = run.world.numbers("live")
     expected = [new for old, new in itertools.pairwise([0, *live]) if new // 2 > old // 2]
     assert run.world.evaluated == expected
@@ -393,11 +386,8 @@ def test_a_period_whose_version_was_superseded_is_evaluated_at_the_next_live_one
 
 
 @pytest.mark.parametrize("target", [0.1, 0.4])
-def test_a_run_stops_when_the_accuracy_is_reached_and_a_record_shows_it(
-    scripted: Make, play: Play, target: float
-) -> None:
-    run = scripted(trainer={"stop_at_accuracy": target, "total_steps": 50})
-    play(run)
+def test_a_run_stops_when_the_accuracy_is_reached_and_a_record_shows_it(scripted: Make, target: float) -> None:
+    run = scripted(trainer={"stop_at_accuracy": target, "total_steps": 50}).play()
     assert run.state.stop_reason == "accuracy_reached"
     assert 10 * target <= run.state.step < 10 * target + 4
     last, evaluation = lines(run)[-1], run.state.last_evaluation
@@ -407,9 +397,9 @@ def test_a_run_stops_when_the_accuracy_is_reached_and_a_record_shows_it(
 
 
 @pytest.mark.parametrize("keys", [{"eval_every": 0, "eval_at_start": True}, {**NEVER, "eval_every": 3}])
-def test_an_interrupted_run_is_not_evaluated_again(scripted: Make, play: Play, keys: dict[str, Any]) -> None:
+def test_an_interrupted_run_is_not_evaluated_again(scripted: Make, keys: dict[str, Any]) -> None:
     run = scripted(QUICK, trainer={**keys, "total_steps": 50})
-    play(run, meddle=interrupt_when(run, lambda: run.state.step >= 3))
+    run.play(interrupt_when=lambda: run.state.step >= 3)
     assert run.world.evaluated == [0] * keys["eval_at_start"]
 
 
@@ -417,7 +407,7 @@ def test_an_interrupt_during_the_last_evaluation_saves_and_does_not_wait_for_it(
     run = scripted(Script(evaluate_s=5000.0), trainer={"eval_at_start": False, "eval_every": 0})
 
     async def main() -> float:
-        await run.run(meddle=interrupt_when(run, lambda: run.state.step >= 6, after_s=100.0))
+        await run.run(interrupt_when=lambda: run.state.step >= 6, after_s=100.0)
         return asyncio.get_running_loop().time()
 
     ended_at = run_virtual(main())
@@ -428,11 +418,9 @@ def test_an_interrupt_during_the_last_evaluation_saves_and_does_not_wait_for_it(
 
 
 @pytest.mark.parametrize(("evaluate_s", "has"), [(20.0, "accuracy"), (900.0, "failed")])
-def test_an_interrupt_gives_a_running_evaluation_a_moment(
-    scripted: Make, play: Play, evaluate_s: float, has: str
-) -> None:
+def test_an_interrupt_gives_a_running_evaluation_a_moment(scripted: Make, evaluate_s: float, has: str) -> None:
     run = scripted(Script(evaluate_s=evaluate_s), trainer={"total_steps": 50}, mode={"max_staleness": 4})
-    play(run, meddle=interrupt_when(run, lambda: run.state.step >= 1))
+    run.play(interrupt_when=lambda: run.state.step >= 1)
     (line,) = all_evaluations(run)
     assert line["version"] == 0 and has in line
     assert run.world.numbers("saved") == [run.state.step]
@@ -442,9 +430,8 @@ def test_an_interrupt_gives_a_running_evaluation_a_moment(
 
 
 @pytest.mark.parametrize("is_blocking", [False, True])
-def test_an_evaluation_holds_up_the_syncs_or_the_learner(scripted: Make, play: Play, is_blocking: bool) -> None:
-    run = scripted(SLOW, trainer={"eval_blocking": is_blocking}, mode={"max_staleness": 4})
-    play(run)
+def test_an_evaluation_holds_up_the_syncs_or_the_learner(scripted: Make, is_blocking: bool) -> None:
+    run = scripted(SLOW, trainer={"eval_blocking": is_blocking}, mode={"max_staleness": 4}).play()
     train, live = times(run, "train"), times(run, "live")
     if is_blocking:
         assert train[0] >= 20.0
@@ -466,9 +453,7 @@ async def test_beginning_an_evaluation_waits_until_no_commit_can_change_the_vers
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_a_record_has_how_long_the_learner_waited_during_an_evaluation(
-    scripted: Make, play: Play, max_staleness: int
-) -> None:
+def test_a_record_has_how_long_the_learner_waited_during_an_evaluation(scripted: Make, max_staleness: int) -> None:
     """One engine: syncs wait for the evaluation, so the learner continues to its bound and then waits for groups."""
     run = scripted(SLOW, trainer={"eval_every": 3}, mode={"max_staleness": max_staleness})
     spans: list[tuple[float, float]] = []
@@ -482,7 +467,7 @@ def test_a_record_has_how_long_the_learner_waited_during_an_evaluation(
         spans.append((began, asyncio.get_running_loop().time()))
 
     run.world.freeze = noting
-    play(run)
+    run.play()
     free = [0.0, *(time + run.world.script.pack_s for time in times(run, "trained").values())]
     waits = list(zip(free, times(run, "train").values(), strict=False))
     expected = {
@@ -497,10 +482,9 @@ def test_a_record_has_how_long_the_learner_waited_during_an_evaluation(
         assert 0.0 in found.values()
 
 
-def test_a_long_evaluation_that_holds_training_up_is_no_stall_and_one_after_it_is(scripted: Make, play: Play) -> None:
+def test_a_long_evaluation_that_holds_training_up_is_no_stall_and_one_after_it_is(scripted: Make) -> None:
     keys = {"stall_timeout_s": 60.0, "eval_every": 0}
-    run = scripted(Script(evaluate_s=500.0), trainer=keys, mode={"max_staleness": 0})
-    play(run)
+    run = scripted(Script(evaluate_s=500.0), trainer=keys, mode={"max_staleness": 0}).play()
     assert run.world.evaluated == [0, 6]
     run = scripted(Script(evaluate_s=500.0, hangs=lambda item: item.group_id == 1), trainer={"stall_timeout_s": 60.0})
 
@@ -512,31 +496,29 @@ def test_a_long_evaluation_that_holds_training_up_is_no_stall_and_one_after_it_i
     assert run_virtual(main()) == pytest.approx(560.0, abs=1.0)
 
 
-def test_a_run_ends_only_when_its_concurrent_evaluation_has(scripted: Make, play: Play) -> None:
+def test_a_run_ends_only_when_its_concurrent_evaluation_has(scripted: Make) -> None:
     """It stops before its last step; the sync of its last version begins a periodic evaluation."""
     script = Script(evaluate_s=30.0, accuracy_of=lambda version: 1.0 if version == 0 else 0.5)
-    run = scripted(script, trainer={"stop_at_accuracy": 0.9, "eval_every": 1, "total_steps": 50})
-    play(run)
+    run = scripted(script, trainer={"stop_at_accuracy": 0.9, "eval_every": 1, "total_steps": 50}).play()
     assert run.state.stop_reason == "accuracy_reached"
     assert [line["version"] for line in all_evaluations(run)] == run.world.evaluated
     assert run.world.evaluated[-1] == lines(run)[-1]["eval/version"] == run.state.step < 50
 
 
-def test_a_periodic_evaluation_that_waited_for_another_one_is_made_at_the_end(scripted: Make, play: Play) -> None:
+def test_a_periodic_evaluation_that_waited_for_another_one_is_made_at_the_end(scripted: Make) -> None:
     """It is due at step 4, while that of step 2 runs until all five steps are trained."""
     keys = {**NEVER, "eval_every": 2, "total_steps": 5}
-    run = scripted(Script(evaluate_s=200.0), trainer=keys, mode={"max_staleness": 4})
-    play(run)
+    run = scripted(Script(evaluate_s=200.0), trainer=keys, mode={"max_staleness": 4}).play()
     assert len(run.world.evaluated) == 2
     assert run.world.evaluated[0] < 4
     assert lines(run)[-1]["eval/version"] == run.world.evaluated[-1] == 5
 
 
-def test_the_last_step_is_saved_before_it_is_evaluated(scripted: Make, play: Play) -> None:
+def test_the_last_step_is_saved_before_it_is_evaluated(scripted: Make) -> None:
     saved: list[list[int]] = []
     run = scripted(checkpoint={"save_at_end": True})
     run.world.script = Script(accuracy_of=lambda _version: saved.append(run.world.numbers("saved")) or 0.0)
-    play(run)
+    run.play()
     assert [] in saved and saved[-1] == [6]
     assert run.world.numbers("saved") == [6]
 
@@ -547,7 +529,7 @@ def test_the_last_step_is_saved_before_it_is_evaluated(scripted: Make, play: Pla
 @pytest.mark.parametrize("is_blocking", [False, True])
 @pytest.mark.parametrize("version", [0, 2, 6])
 def test_an_evaluation_that_fails_is_reported_and_training_continues(
-    scripted: Make, play: Play, version: int, is_blocking: bool
+    scripted: Make, version: int, is_blocking: bool
 ) -> None:
     def accuracy_of(one: int) -> float:
         if one == version:
@@ -555,8 +537,7 @@ def test_an_evaluation_that_fails_is_reported_and_training_continues(
         return one / 10
 
     script = replace(QUICK, accuracy_of=accuracy_of)
-    run = scripted(script, trainer={"eval_blocking": is_blocking}, checkpoint={"export_hf": True})
-    play(run)
+    run = scripted(script, trainer={"eval_blocking": is_blocking}, checkpoint={"export_hf": True}).play()
     assert [line["step"] for line in lines(run)] == list(range(1, 7))
     assert (run.telemetry.run_dir.export / "model").exists()
     assert list(evaluated(run)) == [v for v in (0, 2, 4, 6) if v != version], "no record has a number of it"
@@ -570,12 +551,12 @@ def test_an_evaluation_that_fails_is_reported_and_training_continues(
 @pytest.mark.parametrize("is_blocking", [False, True])
 @pytest.mark.parametrize("state", ["live", "dead"])
 def test_an_evaluation_that_takes_too_long_or_finds_no_replica_ends_nothing(
-    scripted: Make, play: Play, state: str, is_blocking: bool
+    scripted: Make, state: str, is_blocking: bool
 ) -> None:
     keys = {"eval_timeout_s": 50.0, "eval_blocking": is_blocking}
     run = scripted(Script(evaluate_s=1e5), trainer=keys, rollout={"request_timeout_s": 20.0})
     run.world.replicas[REPLICA] = state
-    play(run)
+    run.play()
     assert [line["step"] for line in lines(run)] == list(range(1, 7))
     failed = all_evaluations(run)
     assert (run.world.evaluated, failed[-1]["version"]) == ([], 6)
@@ -598,10 +579,9 @@ def answers_of(run: ScriptedRun, evaluation: dict[str, Any]) -> list[dict[str, A
     ids=["each within a step", "several end during a step"],
 )
 def test_every_evaluation_has_a_record_and_responses_that_give_its_accuracy(
-    scripted: Make, play: Play, script: Script, keys: dict[str, Any], is_late: bool
+    scripted: Make, script: Script, keys: dict[str, Any], is_late: bool
 ) -> None:
-    run = scripted(script, trainer=keys, mode={"max_staleness": 4})
-    play(run)
+    run = scripted(script, trainer=keys, mode={"max_staleness": 4}).play()
     written = all_evaluations(run)
     assert [line["version"] for line in written] == run.world.evaluated
     assert (len(written) > len(evaluated(run))) == is_late
@@ -635,12 +615,12 @@ HARD = EvalSet(
 EASY = EvalSet(name="easy", prompts=prompt_set(3).prompts, num_samples=1)
 
 
-def of_three_sets(make: Make, play: Play, change: Callable[[list[Any]], list[Any]], **sections: Any) -> ScriptedRun:
+def of_three_sets(make: Make, change: Callable[[list[Any]], list[Any]], **sections: Any) -> ScriptedRun:
     run = make(QUICK, **sections)
     run.further_sets = (HARD, EASY)
     changing(run, change)
     with run_module._summary(run.cfg, run.state, run.telemetry.run_dir):
-        play(run)
+        run.play()
         run.state.stop("completed")
     return run
 
@@ -654,10 +634,10 @@ def one_of_four_passes(responses: list[Any]) -> list[Any]:
 
 
 def test_every_set_has_numbers_of_its_own_next_to_those_of_the_main_set(
-    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture
+    scripted: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    run = of_three_sets(scripted, play, one_of_four_passes)
+    run = of_three_sets(scripted, one_of_four_passes)
     assert run.world.evaluated == [0, 2, 4, 6], "all sets are sampled at once, by one version"
     last = lines(run)[-1]
     check_known(last)
@@ -698,12 +678,12 @@ def test_every_set_has_numbers_of_its_own_next_to_those_of_the_main_set(
 
 @pytest.mark.parametrize("others", [{"reward": 1.0}, NO_VERDICT], ids=["all right", "without rewards"])
 def test_only_the_main_set_ends_a_run_and_each_response_of_a_set_must_have_a_reward(
-    scripted: Make, play: Play, others: dict[str, Any]
+    scripted: Make, others: dict[str, Any]
 ) -> None:
     def change(responses: list[Any]) -> list[Any]:
         return [*responses[:4], *(replace(t, **others) for t in responses[4:])]
 
-    run = of_three_sets(scripted, play, change, trainer={"stop_at_accuracy": 0.35})
+    run = of_three_sets(scripted, change, trainer={"stop_at_accuracy": 0.35})
     if others is not NO_VERDICT:
         assert 4 <= run.state.step <= 5
     else:

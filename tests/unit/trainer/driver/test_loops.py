@@ -21,7 +21,6 @@ from tests.fakes.scripted_run import (
     ScriptedRun,
     World,
     all_evaluations,
-    interrupt_when,
     lines,
     prompt_set,
     recorded,
@@ -41,10 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.types import RolloutRequest
-    from trainer.driver.loops import TrainingRun
 
     Make = Callable[..., ScriptedRun]
-    Play = Callable[..., TrainingRun]
 
 
 PROMPT = prompt_set(1).prompts[0]
@@ -69,12 +66,12 @@ NUM_STEPS = 12
     ids=["even", "sync is slow", "long tail", "learner is slow", "engines are slow"],
 )
 def test_a_run_trains_every_step_and_no_group_is_too_old_whatever_is_slow(
-    scripted: Make, play: Play, mode: int | str, script: Script
+    scripted: Make, mode: int | str, script: Script
 ) -> None:
     preset = asdict(load_config(["mode=one_step_off"]).mode) if mode == "one_step_off" else {"max_staleness": mode}
     run = scripted(script, mode=preset, trainer={"total_steps": NUM_STEPS})
     seen, bound = watch_batches(run), run.cfg.mode.max_staleness
-    play(run)
+    run.play()
     assert run.world.numbers("trained") == list(range(NUM_STEPS))
     assert run.state.step == run.world.live == run.state.live_version == NUM_STEPS
     ages = [step - group.start_version for step, groups in enumerate(seen) for group in groups]
@@ -100,20 +97,20 @@ def test_a_run_trains_every_step_and_no_group_is_too_old_whatever_is_slow(
     [("auto", True, True), ("auto", False, False), (False, True, False), (True, False, True)],
 )
 def test_prompts_are_shared_where_the_learner_gains_by_it_or_the_user_says(
-    asked: Any, learner_shares: bool, is_shared: bool, scripted: Make, play: Play
+    asked: Any, learner_shares: bool, is_shared: bool, scripted: Make
 ) -> None:
     run = scripted(learner={"share_prefix": asked}, trainer={"total_steps": 2})
     run.world.shares_prefix = learner_shares
-    play(run)
+    run.play()
     assert [("learner/shared_tokens_frac" in line) for line in lines(run)] == 2 * [is_shared]
 
 
-def test_one_step_off_the_next_step_is_generated_while_one_is_trained(scripted: Make, play: Play) -> None:
+def test_one_step_off_the_next_step_is_generated_while_one_is_trained(scripted: Make) -> None:
     """Engines need at most 4 s, and a version 0.7 s to get to them; the learner needs 10 s."""
     mode = asdict(load_config(["mode=one_step_off"]).mode)
     run = scripted(Script(train_s=10.0, generate_s=(2.0, 4.0)), mode=mode, trainer={"total_steps": NUM_STEPS})
     steps = watch_batches(run)
-    play(run)
+    run.play()
     begun, ended, train, trained = (times(run, what) for what in ("generate", "generated", "train", "trained"))
     for step in range(1, NUM_STEPS - 1):
         for group in steps[step + 1]:
@@ -131,28 +128,27 @@ def test_one_step_off_the_next_step_is_generated_while_one_is_trained(scripted: 
     ids=["engines are faster", "responses take longer than a step", "the learner is faster"],
 )
 def test_generation_gets_a_longer_lead_while_the_learner_has_to_wait_and_no_longer(
-    scripted: Make, play: Play, script: Script, slots: set[int], last_ages: set[int]
+    scripted: Make, script: Script, slots: set[int], last_ages: set[int]
 ) -> None:
     """With S = 4 and 3 groups per step."""
-    run = scripted(script, mode={"max_staleness": 4}, trainer={"total_steps": 20})
-    play(run)
+    run = scripted(script, mode={"max_staleness": 4}, trainer={"total_steps": 20}).play()
     written = lines(run)
     assert {line["buffer/num_slots"] for line in written} == slots
     assert {line["staleness/group_max"] for line in written[-8:-4]} == last_ages
 
 
-def test_every_prompt_is_trained_once_or_still_outstanding(scripted: Make, play: Play) -> None:
+def test_every_prompt_is_trained_once_or_still_outstanding(scripted: Make) -> None:
     run = scripted(Script(generate_s=(0.1, 9.0)), mode={"max_staleness": 4}, trainer={"total_steps": 10})
     seen = watch_batches(run)
-    play(run)
+    run.play()
     trained = Counter(group.group_id for groups in seen[:10] for group in groups)
     owed = Counter(entry["group_id"] for entry in run.buffer.state_dict(10)["prompts"])
     assert trained + owed == Counter(range(run.buffer.stats().admitted))
 
 
-def test_without_staleness_generation_and_training_take_turns(scripted: Make, play: Play) -> None:
+def test_without_staleness_generation_and_training_take_turns(scripted: Make) -> None:
     run = scripted(mode={"max_staleness": 0}, trainer={"total_steps": 5, "eval_every": 0, "eval_at_start": False})
-    play(run)
+    run.play()
     events = [(what, number) for _, what, number in run.world.events if what != "generate"]
     expected: list[tuple[str, int]] = []
     for step in range(5):
@@ -186,7 +182,7 @@ def test_a_token_or_a_baseline_that_is_too_old_is_caught_even_in_a_young_group()
     ],
 )
 def test_a_checkpoint_is_saved_when_due_and_at_the_end_once_after_the_line_of_its_step(
-    scripted: Make, play: Play, keys: dict[str, Any], saved: list[int], kept: list[int]
+    scripted: Make, keys: dict[str, Any], saved: list[int], kept: list[int]
 ) -> None:
     """A kill between the two must not leave a checkpoint of a step that has no line: it would never be written."""
     run = scripted(checkpoint=keys)
@@ -198,7 +194,7 @@ def test_a_checkpoint_is_saved_when_due_and_at_the_end_once_after_the_line_of_it
         await save(path, step=step, in_background=in_background)
 
     run.world.save = watching  # type: ignore[method-assign]
-    play(run)
+    run.play()
     assert run.world.numbers("saved") == saved
     assert sorted(path.name for path in run.telemetry.run_dir.checkpoints.glob("step_*")) == [f"step_{n}" for n in kept]
     assert all(step == count for step, count in num_lines if step < 6)
@@ -207,39 +203,37 @@ def test_a_checkpoint_is_saved_when_due_and_at_the_end_once_after_the_line_of_it
 
 @pytest.mark.parametrize("save_at_end", [False, True])
 def test_a_request_to_stop_takes_effect_between_two_steps_and_is_always_saved(
-    scripted: Make, play: Play, save_at_end: bool
+    scripted: Make, save_at_end: bool
 ) -> None:
     run = scripted(Script(train_s=5.0), trainer={"total_steps": 50}, checkpoint={"save_at_end": save_at_end})
-    play(run, meddle=interrupt_when(run, lambda: len(run.world.numbers("train")) == 3))
+    run.play(interrupt_when=lambda: len(run.world.numbers("train")) == 3)
     assert run.world.numbers("trained") == run.world.numbers("train") == [0, 1, 2]
     assert [line["step"] for line in lines(run)] == [1, 2, 3]
     assert (run.world.live, run.world.numbers("saved")) == (3, [3])
     run = scripted(Script(hangs=lambda item: item.start_version >= 2))
-    play(run, meddle=interrupt_when(run, lambda: asyncio.get_running_loop().time() > 500.0))
+    run.play(interrupt_when=lambda: asyncio.get_running_loop().time() > 500.0)
     assert 2 <= run.state.step < 6, "it waited for groups"
 
 
-def test_an_interrupt_after_the_accuracy_was_reached_leaves_out_the_export_and_is_reported(
-    scripted: Make, play: Play
-) -> None:
+def test_an_interrupt_after_the_accuracy_was_reached_leaves_out_the_export_and_is_reported(scripted: Make) -> None:
     keys = {"stop_at_accuracy": 0.2, "total_steps": 50}
     run = scripted(Script(evaluate_s=20.0), trainer=keys, checkpoint={"export_hf": True})
-    play(run, meddle=interrupt_when(run, lambda: run.state.stop_reason is not None))
+    run.play(interrupt_when=lambda: run.state.stop_reason is not None)
     assert not run.telemetry.run_dir.export.exists()
     assert run.state.stop_reason == "interrupted"
 
 
-def test_a_stalled_run_ends_with_the_reason(scripted: Make, play: Play) -> None:
+def test_a_stalled_run_ends_with_the_reason(scripted: Make) -> None:
     run = scripted(Script(hangs=lambda item: item.group_id == 4), trainer={"stall_timeout_s": 77.0, "total_steps": 50})
     run.world.lost_engines["engine_1"] = "lost (no answer)"
     with pytest.raises(StallTimeout, match=r"no batch for step \d+ within trainer.stall_timeout_s=77: .*4") as caught:
-        play(run)
+        run.play()
     assert "num_running=1" in str(caught.value)
     assert "engines lost: {'engine_1': 'lost (no answer)'}" in str(caught.value)
 
 
 def test_a_disk_that_hangs_delays_no_step_and_what_it_cannot_take_is_counted(
-    scripted: Make, play: Play, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scripted: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A finished group goes to the buffer at once, and is recorded in the background."""
     monkeypatch.setattr(trajectories, "MAX_PENDING", 4)
@@ -250,7 +244,7 @@ def test_a_disk_that_hangs_delays_no_step_and_what_it_cannot_take_is_counted(
         recorder = trajectories.TrajectoryRecorder(folder)
         run.telemetry = replace(run.telemetry, recorder=recorder, group_thread=disk)
         try:
-            play(run)
+            run.play()
             assert run.state.step == 6
             assert recorded(run) == []
         finally:
@@ -266,9 +260,8 @@ def judge_is_down(group_id: int, sample: int) -> float:
     return 1.0 if sample == 0 else math.nan
 
 
-def test_a_slot_is_not_freed_before_weights_are_live(scripted: Make, play: Play) -> None:
-    run = scripted(Script(generate_s=(0.1, 0.1), train_s=0.1, pull_s=50.0), mode={"max_staleness": 1})
-    play(run)
+def test_a_slot_is_not_freed_before_weights_are_live(scripted: Make) -> None:
+    run = scripted(Script(generate_s=(0.1, 0.1), train_s=0.1, pull_s=50.0), mode={"max_staleness": 1}).play()
     first_live = next(time for time, what, _ in run.world.events if what == "live")
     assert first_live > 50
     assert sum(what == "generate" and time < first_live for time, what, _ in run.world.events) == 2 * 3
@@ -312,11 +305,11 @@ def test_why_a_group_is_replaced(rewards: list[float], statuses: str, wants_filt
     ids=["the judge is down", "filtered, and one failed"],
 )
 def test_a_run_without_progress_ends_with_the_reason_that_it_has(
-    scripted: Make, play: Play, caplog: pytest.LogCaptureFixture, script: Script, keys: dict[str, Any], words: list[str]
+    scripted: Make, caplog: pytest.LogCaptureFixture, script: Script, keys: dict[str, Any], words: list[str]
 ) -> None:
     run = scripted(script, **keys)
     with pytest.raises(BaseException) as caught:
-        play(run)
+        run.play()
     cause = first_cause(caught.value)
     assert isinstance(cause, NoProgress) and all(word in str(cause) for word in words)
     assert run.world.num_generating == 0
@@ -359,7 +352,7 @@ def perfect(run: ScriptedRun) -> ScriptedRun:
     ],
 )
 def test_a_run_that_reached_its_accuracy_needs_no_more_groups(
-    scripted: Make, play: Play, script: dict[str, Any], trainer: dict[str, Any], max_refills: int
+    scripted: Make, script: dict[str, Any], trainer: dict[str, Any], max_refills: int
 ) -> None:
     """What is generated while the last evaluation runs, or for the step after the one that did it, is all filtered."""
     keys = {"total_steps": 50, "eval_every": 1, **trainer}
@@ -367,8 +360,7 @@ def test_a_run_that_reached_its_accuracy_needs_no_more_groups(
         "algorithm": {"dynamic_sampling": True, "max_filtered_batches_per_step": max_refills},
         "checkpoint": {"export_hf": True, "save_at_end": True},
     }
-    run = perfect(scripted(Script(train_s=3.0, **script), trainer={**keys, "stop_at_accuracy": 0.9}, **sections))
-    play(run)
+    run = perfect(scripted(Script(train_s=3.0, **script), trainer={**keys, "stop_at_accuracy": 0.9}, **sections)).play()
     assert run.state.stop_reason == "accuracy_reached"
     assert run.state.last_evaluation is not None
     assert run.state.last_evaluation.version >= Perfect.right_from
@@ -377,11 +369,11 @@ def test_a_run_that_reached_its_accuracy_needs_no_more_groups(
     if not trainer:
         run = perfect(scripted(Script(train_s=3.0), trainer=keys, algorithm={"dynamic_sampling": True}))
         with pytest.raises(BaseException) as caught:
-            play(run)
+            run.play()
         assert isinstance(first_cause(caught.value), NoProgress), "nothing ends it"
 
 
-def test_generation_ends_before_the_last_evaluation(scripted: Make, play: Play) -> None:
+def test_generation_ends_before_the_last_evaluation(scripted: Make) -> None:
     run = scripted(Script(generate_s=(2.0, 900.0)), trainer={"stop_at_accuracy": 0.3, "total_steps": 50})
     generating, evaluate = list[int](), run.world.evaluate
 
@@ -391,14 +383,14 @@ def test_generation_ends_before_the_last_evaluation(scripted: Make, play: Play) 
         return await evaluate(*args)
 
     run.world.evaluate = watched  # type: ignore[method-assign]
-    parts = play(run)
+    run.play()
     assert generating[-1] == 0 < max(generating)
-    assert parts.buffer.state_dict(run.state.step)["prompts"], "what was under way is owed"
+    assert run.buffer.state_dict(run.state.step)["prompts"], "what was under way is owed"
 
 
 @pytest.mark.parametrize("is_filtered", [False, True])
 def test_greedy_baselines_are_reported_and_not_trained_and_decide_which_groups_have_equal_rewards(
-    scripted: Make, play: Play, is_filtered: bool
+    scripted: Make, is_filtered: bool
 ) -> None:
     """All samples of a group have the same reward, in two of three groups that of the greedy response."""
     remax = {"advantage_estimator": "remax", "loss": "ppo_clip", "max_filtered_batches_per_step": 16}
@@ -411,7 +403,7 @@ def test_greedy_baselines_are_reported_and_not_trained_and_decide_which_groups_h
         return replace(await run_group(item), baseline=greedy)
 
     run.world.run_group = with_baseline  # type: ignore[method-assign]
-    play(run)
+    run.play()
     written = lines(run)
     assert len(written) == 6
     assert {line["reward/greedy_mean"] for line in written} == {1.0}
@@ -427,13 +419,13 @@ def test_greedy_baselines_are_reported_and_not_trained_and_decide_which_groups_h
 @pytest.mark.parametrize("unchanged", [{0, 1, 2}, {3}, {0, 2, 5}, {5}])
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_step_that_left_the_policy_as_it_was_publishes_nothing_and_makes_no_version(
-    scripted: Make, play: Play, unchanged: set[int], max_staleness: int
+    scripted: Make, unchanged: set[int], max_staleness: int
 ) -> None:
     """As `critic.warmup_steps`, and gradients that are not finite."""
     script = Script(changes_policy=lambda step: step not in unchanged, generate_s=(0.1, 5.0))
     run = scripted(script, mode={"max_staleness": max_staleness}, checkpoint={"every_steps": 1})
     seen = watch_batches(run)
-    play(run)
+    run.play()
     versions = [sum(step not in unchanged for step in range(end)) for end in range(1, 7)]
     assert run.world.packed == list(range(1, versions[-1] + 1))
     assert run.state.version == run.state.live_version == run.world.live == versions[-1]

@@ -64,10 +64,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from trainer.driver.loops import TrainingRun
-
     Make = Callable[..., ScriptedRun]
-    Play = Callable[..., TrainingRun]
 
 NEVER_S = 1e9
 
@@ -164,11 +161,10 @@ def last_words(run_dir: Any, state: RunState, *, max_staleness: int = 0) -> list
     [(0, 4, 0, False), (0, 5, 0, True), (1, 6, 0, False), (1, 7, 0, True), (2, 8, 0, False), (0, 9, 5, False)],
 )
 def test_advise_is_named_where_this_process_made_enough_steps_for_it(
-    scripted: Make, play: Play, max_staleness: int, num_steps: int, resumed_from: int, is_named: bool
+    scripted: Make, max_staleness: int, num_steps: int, resumed_from: int, is_named: bool
 ) -> None:
     state = resumed_state(resumed_from) if resumed_from else None
-    run = scripted(state=state, mode={"max_staleness": max_staleness}, trainer={"total_steps": num_steps})
-    play(run)
+    run = scripted(state=state, mode={"max_staleness": max_staleness}, trainer={"total_steps": num_steps}).play()
     state, run_dir = run.state, run.telemetry.run_dir
     state.stop("completed")
     since = run_dir.metrics.read_text()
