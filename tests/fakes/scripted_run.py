@@ -320,6 +320,7 @@ class ScriptedRun:
     num_held_out: int = 4
     further_sets: tuple[EvalSet, ...] = ()
     prompts: PromptSet = field(default_factory=prompt_set)
+    ended_at: float = 0.0
 
     def __post_init__(self) -> None:
         cfg, world = self.cfg, self.world
@@ -365,10 +366,11 @@ class ScriptedRun:
             await self.training().run(*([] if interrupt_when is None else [interrupt(interrupt_when)]))
         finally:
             self.buffer.close()
+            self.ended_at = asyncio.get_running_loop().time()
 
-    def play(self, *, interrupt_when: Callable[[], bool] | None = None) -> ScriptedRun:
+    def play(self, *, interrupt_when: Callable[[], bool] | None = None, after_s: float = 0.0) -> ScriptedRun:
         """To its end, in virtual time."""
-        run_virtual(self.run(interrupt_when=interrupt_when))
+        run_virtual(self.run(interrupt_when=interrupt_when, after_s=after_s))
         return self
 
 

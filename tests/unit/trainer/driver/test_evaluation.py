@@ -405,13 +405,8 @@ def test_an_interrupted_run_is_not_evaluated_again(scripted: Make, keys: dict[st
 
 def test_an_interrupt_during_the_last_evaluation_saves_and_does_not_wait_for_it(scripted: Make) -> None:
     run = scripted(Script(evaluate_s=5000.0), trainer={"eval_at_start": False, "eval_every": 0})
-
-    async def main() -> float:
-        await run.run(interrupt_when=lambda: run.state.step >= 6, after_s=100.0)
-        return asyncio.get_running_loop().time()
-
-    ended_at = run_virtual(main())
-    assert ended_at - times(run, "trained")[5] == pytest.approx(130.0, abs=1.0), "trainer.shutdown_timeout_s"
+    run.play(interrupt_when=lambda: run.state.step >= 6, after_s=100.0)
+    assert run.ended_at - times(run, "trained")[5] == pytest.approx(130.0, abs=1.0), "trainer.shutdown_timeout_s"
     assert run.world.numbers("saved") == [6]
     assert "the run was interrupted" in all_evaluations(run)[0]["failed"]
     assert lines(run)[-1]["step"] == 6
@@ -487,13 +482,9 @@ def test_a_long_evaluation_that_holds_training_up_is_no_stall_and_one_after_it_i
     run = scripted(Script(evaluate_s=500.0), trainer=keys, mode={"max_staleness": 0}).play()
     assert run.world.evaluated == [0, 6]
     run = scripted(Script(evaluate_s=500.0, hangs=lambda item: item.group_id == 1), trainer={"stall_timeout_s": 60.0})
-
-    async def main() -> float:
-        with pytest.raises(StallTimeout):
-            await run.run()
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == pytest.approx(560.0, abs=1.0)
+    with pytest.raises(StallTimeout):
+        run.play()
+    assert run.ended_at == pytest.approx(560.0, abs=1.0)
 
 
 def test_a_run_ends_only_when_its_concurrent_evaluation_has(scripted: Make) -> None:

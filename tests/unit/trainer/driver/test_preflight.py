@@ -28,7 +28,6 @@ from trainer.driver.named_files import file_problems
 from trainer.driver.preflight import check_inputs, check_own_functions, make_agent
 from trainer.errors import ConfigurationError
 from trainer.learner.checkpoint import begin, commit
-from trainer.tools.bench_workload import workload, write_inputs
 from weight_sync.device.select import build
 
 if TYPE_CHECKING:
@@ -400,11 +399,17 @@ def test_offline_no_hub_is_asked_and_a_tokenizer_is_missed_with_the_reason(
 # --- weights and vocabularies ---
 
 
+def save_model(path: Path, *, vocab_size: int = 128, num_layers: int = 2, tokenizer: Any) -> None:
+    """A config, and a tokenizer or none."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    LlamaConfig(vocab_size=vocab_size, num_hidden_layers=num_layers, **sizes).save_pretrained(path)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(path)
+
+
 def with_vocabulary(folder: Path, size: int) -> None:
     """Makes `folder/model`, and a held-out set: of the two sets only this one has the token 33, which is `>`."""
-    write_inputs(workload("w1", is_tiny=True), folder)
-    config = folder / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": size}))
+    save_model(folder / "model", vocab_size=size, tokenizer=build_tokenizer())
     (folder / "model" / "pytorch_model.bin").touch()
     (folder / "held_out.jsonl").write_text('{"prompt": "1+1>", "answer": "2"}\n')
 
@@ -442,7 +447,7 @@ def test_tokens_that_tokenizer_or_embedding_do_not_have_are_refused(here: Path) 
 
 @pytest.mark.parametrize("key", ["model.lora.rank=8", "+rollout.engine_args.speculative_config={method: ngram}"])
 def test_engines_that_load_weights_need_a_model_that_has_them(key: str, here: Path) -> None:
-    write_inputs(workload("w1", is_tiny=True), here)
+    save_model(here / "model", tokenizer=build_tokenizer())
     overrides, drawn = ["model.path=model", "mode=async"], "model.random_weights=true"
     check_inputs(tiny(*overrides, drawn))  # weights from the seed come with the first version
     text = str(refused(*overrides, drawn, key))
@@ -453,7 +458,7 @@ def test_engines_that_load_weights_need_a_model_that_has_them(key: str, here: Pa
 
 def test_weights_are_drawn_only_where_that_is_asked_for_and_none_are_there(here: Path) -> None:
     """Of the policy: a teacher has something to teach, and the critic may begin as another model."""
-    write_inputs(workload("w1", is_tiny=True), here)
+    save_model(here / "model", tokenizer=build_tokenizer())
     shutil.copytree(here / "model", here / "other")
     path, drawn = "model.path=model", "model.random_weights=true"
     for overrides, key in (
@@ -473,7 +478,7 @@ def test_weights_are_drawn_only_where_that_is_asked_for_and_none_are_there(here:
 
 
 def test_missing_weights_are_reported_before_a_checkpoint_with_another_seed(here: Path) -> None:
-    write_inputs(workload("w1", is_tiny=True), here)
+    save_model(here / "model", tokenizer=build_tokenizer())
     cfg = tiny("model.path=model", "algorithm.kl.coef=0.1", "model.random_weights=true", "run_dir=run")
     tmp = begin(here / "run" / "checkpoints", 5)
     commit(tmp, {"run": {"step": 5}, "buffer": {"prompts": []}, "origin": origin(cfg)})
@@ -495,16 +500,8 @@ def test_where_weights_come_from_is_in_the_log(is_drawn: bool, source: str, capl
 
 def teacher(path: Path, *, vocab_size: int = 128, tokenizer: Any = None) -> str:
     """Saves one; the override that names it."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-    }
-    LlamaConfig(vocab_size=vocab_size, **sizes).save_pretrained(path)
+    save_model(path, vocab_size=vocab_size, num_layers=3, tokenizer=tokenizer)
     (path / "pytorch_model.bin").touch()
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path)
     return f"algorithm.kl.reference_model={path}"
 
 
