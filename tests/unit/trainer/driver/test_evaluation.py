@@ -247,14 +247,7 @@ def of_version_5(responses: list[Any]) -> list[Any]:
     [
         ((VERSION, VERSION), {"dies": ["e0", "e1"]}, None, VERSION, "NoReplica: e1 was killed", 0),
         ((), {}, None, 0, "NoReplica: no live replica is left to evaluate on: {}", 0),
-        (
-            (VERSION,),
-            {},
-            one_without_a_reward,
-            VERSION,
-            "1 of 21 responses have no reward",
-            7,
-        ),
+        ((VERSION,), {}, one_without_a_reward, VERSION, "1 of 21 responses have no reward", 7),
         ((VERSION,), {}, of_version_5, VERSION, "holds tokens of versions [5]; freeze is broken", 7),
     ],
     ids=["all replicas are lost", "no replica", "a response without a reward", "tokens of another version"],
