@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 
 
 PROMPT = prompt_set(1).prompts[0]
-"""Several versions are trained while one is on its way."""
-
-
 SLOW_SYNC = Script(train_s=0.2, pull_s=4.0)
 """Several versions are trained while one is on its way."""
 NUM_STEPS = 12

@@ -544,8 +544,8 @@ def ended_with(run: ScriptedRun, *watches: Any) -> tuple[str, float]:
 LONG = {"total_steps": 1000, "eval_every": 0}
 
 
-def test_the_first_failure_ends_the_run_at_once_whatever_follows_from_it(scripted: Make) -> None:
-    run, failed = scripted(trainer=LONG), asyncio.Event()
+def test_the_first_failure_ends_the_run_whatever_follows_from_it_once_all_tasks_have_ended(scripted: Make) -> None:
+    run, failed, ended = scripted(trainer=LONG), asyncio.Event(), list[str]()
 
     async def cause() -> None:
         await asyncio.sleep(11.0)
@@ -557,14 +557,8 @@ def test_the_first_failure_ends_the_run_at_once_whatever_follows_from_it(scripte
         raise ValueError("consequence")
 
     run.world.train_step = consequence  # type: ignore[assignment]
-    watches = after(NEVER_S, at_end="second"), cause(), after(NEVER_S, at_end="third")
-    assert ended_with(run, *watches) == ("OSError('first')", pytest.approx(11.0))
-
-
-def test_a_run_waits_until_all_its_tasks_have_ended_after_a_failure(scripted: Make) -> None:
-    ended: list[str] = []
-    found = ended_with(scripted(trainer=LONG), after(NEVER_S, cleans_up=ended), after(10.0, error="boom"))
-    assert found == ("OSError('boom')", pytest.approx(15.0))
+    watches = after(NEVER_S, at_end="second"), cause(), after(NEVER_S, cleans_up=ended), after(NEVER_S, at_end="third")
+    assert ended_with(run, *watches) == ("OSError('first')", pytest.approx(11.0 + 5.0))
     assert ended == ["clean"]
 
 
