@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rollout.prompts.arithmetic import operand_pairs
-from tests.fakes.process_life import is_running
+from tests.fakes.process_life import is_running, wait_until
 from tests.fakes.trainer_process import ROOT
 from trainer.builtin import tiny_model
 from trainer.builtin.tiny_model import EOS_ID, VOCABULARY, VOCABULARY_SIZE, Recipe, build_tokenizer, encode, make
@@ -131,21 +130,14 @@ def test_a_maker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         assert parent.stdout is not None
         maker = int(parent.stdout.readline())
         try:
-            wait_for((tmp_path / "m.lock").exists)
+            wait_until((tmp_path / "m.lock").exists, within_s=30.0, what="the maker did not begin")
             os.kill(parent.pid, signal.SIGKILL)
             parent.wait()
-            wait_for(lambda: not is_running(maker))
+            wait_until(lambda: not is_running(maker), within_s=30.0, what="the maker runs on")
             assert not tiny_model.is_ready(tmp_path / "m")
         finally:
             if is_running(maker):
                 os.kill(maker, signal.SIGKILL)
-
-
-def wait_for(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_the_tokenizer_and_its_light_twin_agree() -> None:

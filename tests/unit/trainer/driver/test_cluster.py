@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from ray.exceptions import AuthenticationError
 
-from tests.fakes.process_life import is_running
+from tests.fakes.process_life import is_running, wait_until
 from tests.fakes.scripted_run import config
 from trainer.driver import cluster
 from trainer.driver import run as run_module
@@ -250,10 +250,8 @@ def killed_driver(scratch: Path, last_words: object = None) -> Iterator[list[str
         yield screen
         driver.kill()
         screen.extend(driver.communicate(timeout=30)[1].splitlines())
-    give_up = time.monotonic() + 20
-    while any(map(is_running, pids)) or scratch.exists():
-        assert time.monotonic() < give_up, f"alive: {[pid for pid in pids if is_running(pid)]}, {scratch.exists()}"
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_running, pids)), within_s=20.0, what="a process of the driver runs on")
+    wait_until(lambda: not scratch.exists(), within_s=20.0, what="the scratch directory is left")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tests.fakes.full_disk import file_limit
+from tests.fakes.process_life import wait_until
 from trainer.config.schema import RunConfig, TelemetryConfig, TrainerConfig
 from trainer.telemetry import console as console_module
 from trainer.telemetry.console import FILE_ONLY, Progress, SafeStream, logging_to
@@ -179,10 +179,7 @@ def test_phases_are_timed_long_ones_show_that_they_last_and_failures_are_shown(m
     progress, out, clock = display("plain")
     with progress.phase("compiling"):
         clock.now += 61.0
-        deadline = time.monotonic() + 20.0
-        while "compiling ... 61 s so far" not in out.getvalue():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: "compiling ... 61 s so far" in out.getvalue(), within_s=20.0, what="no sign of life")
     monkeypatch.setattr(console_module, "HEARTBEAT_S", 60.0)
     with contextlib.suppress(RuntimeError), progress.phase("starting engines"):
         raise RuntimeError

@@ -10,13 +10,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.fakes.process_life import is_running
+from tests.fakes.process_life import is_running, wait_until
 from trainer.config.schema import RunConfig, TelemetryConfig
 from trainer.telemetry.run_dir import RunDir, open_run_dir
 from trainer.telemetry.sinks import build_writer
@@ -224,8 +223,5 @@ def test_a_killed_driver_is_a_failed_run_and_leaves_nothing_where_the_package_ha
         assert driver.stdout is not None
         child = int(driver.stdout.readline())
         driver.kill()
-    deadline = time.monotonic() + 30.0
-    while is_running(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not is_running(child), within_s=30.0, what="the process of the sink runs on")
     assert asked(calls, "finish") == ([] if hangs_at else [1])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fakes.process_life import is_running
+from tests.fakes.process_life import is_running, wait_until
 from trainer import subprograms
 from trainer.tools import bench
 from trainer.tools.bench import run_trainer
@@ -44,10 +43,7 @@ def test_a_run_that_does_not_end_in_time_is_killed_with_its_children(tmp_path: P
     assert (outcome.timed_out, outcome.exit_code) == (True, -signal.SIGKILL)
     assert outcome.problem == "did not end within 2 s"
     (pid,) = map(int, outcome.output)
-    deadline = time.monotonic() + 20.0
-    while is_running(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(pid), within_s=20.0, what="its child runs on")
 
 
 def test_a_run_that_fails_is_reported_with_its_last_lines(tmp_path: Path, program: list[str]) -> None:
