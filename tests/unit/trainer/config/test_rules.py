@@ -280,7 +280,6 @@ def test_only_what_cannot_work_or_has_no_effect_is_refused(words: str, refused: 
     ("words", "expected"),
     [
         ("task.pass_rate_min=0.55 task.pass_rate_max=0.6", "is a multiple of 1/8, and none is in 0.55..0.6"),
-        ("a.loss=gspo c.clamp.upper=2.0", "must be sequence_mean with a clamp"),
         ("a.loss=gspo c.objective=decoupled", "always 1, and algorithm.loss=gspo cannot bound it"),
         ("COSINE learner.warmup_steps=70 critic.warmup_steps=30 a.advantage_estimator=gae", "must be below 70"),
         ("ADAPTIVE rollout.min_concurrency=9 rollout.max_concurrency=8", "must be below rollout.max_concurrency=8"),
@@ -412,7 +411,6 @@ def test_every_combination_that_the_documentation_names_is_accepted(overrides: s
     [
         ("data_parallel_size", 2, "use rollout.num_replicas"),
         ("logprobs_mode", "raw_logprobs", "correction"),
-        ("distributed_executor_backend", "ray", "mp, uni"),
         ("max_num_batched_tokens", 255, "rollout.max_num_seqs=256"),
         ("quantization", "fp8", ""),
         ("max_num_batched_tokens", 256, ""),
@@ -476,7 +474,6 @@ def test_every_shipped_configuration_joins_a_cluster_but_cannot_size_it_on_the_c
 # Further evaluation sets
 
 SET = "task.eval_sets.hard.path=builtin:arithmetic"
-OFF = "trainer.eval_every=0 trainer.eval_at_start=false trainer.eval_at_end=false"
 SEVERAL = "trainer.eval_temperature=1 trainer.eval_samples=8 trainer.eval_pass_k=4"
 OTHER = "task.train_path=a/b task.eval_path=a/b task.max_operand=20"
 
@@ -487,10 +484,7 @@ OTHER = "task.train_path=a/b task.eval_path=a/b task.max_operand=20"
         (f"{SET} task.eval_sets.hard.smaples=8", "task.eval_sets.hard.smaples", "unknown key"),
         (f"{SET} task.eval_sets.hard.size=many", "task.eval_sets.hard.size", "expected integer"),
         (f"{SET} task.eval_sets.hard.samples=0", "task.eval_sets.hard.samples", "must be >= 1"),
-        ("task.eval_sets.hard.size=3", "task.eval_sets.hard.path", "must name held-out prompts"),
         (SET.replace("hard", "reward"), "task.eval_sets", "and not be accuracy, num_prompts"),
-        (f"{SET} task.eval_path=", "task.eval_sets", "need task.eval_path, which is empty"),
-        (f"{SET} {OFF}", "task.eval_sets", "has no effect because nothing is evaluated"),
         (f"{SET} {SEVERAL} task.eval_sets.hard.samples=3", "task.eval_sets.hard.samples", "trainer.eval_pass_k=4"),
         (OTHER, "task.max_operand", "no prompts come from builtin:arithmetic"),
     ],

@@ -253,18 +253,6 @@ def test_every_node_has_a_line_with_who_is_there_and_what_is_free() -> None:
     assert numbered("rank", [0, 1, 4, 6, 7]) == "ranks 0-1, 4, 6-7"
 
 
-@pytest.mark.parametrize(("tp", "counts"), [(2, (3, 5, 4)), (4, (8, 4, 7)), (1, (4, 4, 4)), (2, (2, 8, 3, 1))])
-def test_an_engine_stays_on_one_node_and_no_node_has_too_many(tp: int, counts: tuple[int, ...]) -> None:
-    num_replicas = sum(count // tp for count in counts) - 1
-    lines = placed(sized(1, num_replicas, tp), *counts).lines[1:]
-    on_nodes = [re.findall(r"replica_(\d+) \((\d+)", line) for line in lines]
-    assert sorted(int(replica) for there in on_nodes for replica, _ in there) == list(range(num_replicas))
-    for count, there, line in zip(counts, on_nodes, lines, strict=True):
-        assert {int(devices) for _, devices in there} <= {tp}
-        num_free = count - tp * len(there) - ("learner" in line)
-        assert num_free >= 0 and line.endswith(f"; {num_free} free")
-
-
 def refusal_of_a_start(cfg: RunConfig, counts: tuple[int, ...], cpus: int) -> str:
     """In the order of a run that joins a cluster."""
     with pytest.raises(ConfigurationError) as caught:
