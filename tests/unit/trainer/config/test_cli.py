@@ -146,12 +146,11 @@ def test_help_imports_neither_torch_nor_hydra_and_loading_imports_no_torch() -> 
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60)
 
 
-@pytest.mark.parametrize("action", [["--help"], ["--cfg", "job"]])
-def test_a_closed_output_ends_it_quietly(tmp_path: Path, action: list[str]) -> None:
-    """As in `python -m trainer --help | head -1`."""
+def test_a_closed_output_ends_it_quietly(tmp_path: Path) -> None:
+    """As in `python -m trainer --cfg job | head -1`."""
     read, write = os.pipe()
     os.close(read)
-    code, _, error = run_trainer(*action, cwd=tmp_path, stdout=write)
+    code, _, error = run_trainer("--cfg", "job", cwd=tmp_path, stdout=write)
     os.close(write)
     assert (code, error) == (141, "")
 

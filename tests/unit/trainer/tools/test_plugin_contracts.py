@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import trainer.__main__ as trainer
 from rollout.reward.call import RewardRequest
 from rollout.reward.registry import BUILTIN_REWARDS
 from rollout.types import Group, Prompt
@@ -222,7 +222,7 @@ def test_a_wrong_function_breaks_its_rule(kind: str, rule: str, wrong: Any) -> N
 
 def test_a_reward_that_hangs_is_ended_at_its_limit() -> None:
     outcome = checks_of("reward", f"{WRONG}.hangs", timeout_s=0.5)
-    assert "with the key reward, within 0.5 s" in outcome
+    assert "with the key reward, within 0.5 s" in outcome and "its process was killed" in outcome
     assert "response ' ': the call took longer than 0.5 s" not in outcome, "the first that hangs ends a check"
     assert "response '': the call took longer than 0.5 s" in outcome
     assert "leaves metadata alone" not in outcome, "the right response does not hang"
@@ -307,7 +307,7 @@ def test_commands_and_tests_of_the_documents_pass(package: Path, capsys: Capture
     commands = re.findall(r"^python -m trainer check (.*)$", LOSSES + FILTERS, re.MULTILINE)
     assert len(commands) == 4
     for command in commands:
-        assert check_plugin.main(shlex.split(command)) == check_plugin.EXIT_KEPT, capsys.readouterr().out
+        assert trainer.main(["check", *shlex.split(command)]) == check_plugin.EXIT_KEPT, capsys.readouterr().out
     assert capsys.readouterr().out.count("checks passed") == 4
     module = importlib.import_module("test_my_package")
     tests = [getattr(module, name) for name in dir(module) if name.startswith("test_")]
@@ -340,11 +340,8 @@ KEEPS, BREAKS_IT, UNUSABLE = check_plugin.EXIT_KEPT, check_plugin.EXIT_BROKEN, c
         (f"group_filter {__name__}.raises --metadata '{{\"nowhere\": null}}'", KEEPS, "passed"),
         ("reward nowhere:reward", UNUSABLE, "nowhere"),
         *((f"reward zero --timeout={limit}", UNUSABLE, "--timeout") for limit in ("nan", "inf", "0", "-1", "soon")),
-        (f"reward {WRONG}.hangs --timeout 0.5", BREAKS_IT, "the call took longer than 0.5 s; its process was killed"),
-        (f"reward {WRONG}.exits --timeout 0.5", BREAKS_IT, "its process ended with exit code 0"),
         (f"reward {WRONG}.exact --response 7", KEEPS, "response '7': reward = 0.0, parts {'long': 0.0}\n"),
         (f"reward {WRONG}.sign --answer 2 --response 2", BREAKS_IT, "response '2': reward = -1.0\n"),
-        (f"reward {WRONG}.nan", BREAKS_IT, "returned nan; a reward must be finite"),
     ],
 )
 def test_the_command_reports_with_its_exit_code(arguments: str, code: int, words: str, capsys: Capture) -> None:
@@ -355,12 +352,3 @@ def test_the_command_reports_with_its_exit_code(arguments: str, code: int, words
     assert ended == code
     shown = capsys.readouterr()
     assert words in (shown.err if code == UNUSABLE else shown.out)
-
-
-def test_it_is_a_program(package: Path) -> None:
-    command = [sys.executable, "-m", "trainer", "check", "advantage", "my_package.estimators.median_baseline"]
-    done = subprocess.run(
-        command, cwd=package, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "all 7 checks passed" in done.stdout
