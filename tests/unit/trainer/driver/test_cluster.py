@@ -237,7 +237,7 @@ time.sleep(100)
 
 
 @contextlib.contextmanager
-def killed_driver(scratch: Path, last_words: object = None) -> Iterator[list[str]]:
+def killed_driver(scratch: Path, last_words: object) -> Iterator[list[str]]:
     """A driver with two processes that is killed after the block; returns when all of them, and the scratch directory,
     are gone. The list gets what was on its screen."""
     scratch.mkdir(exist_ok=True)
@@ -265,15 +265,20 @@ def known(run_dir: Path) -> dict[str, Any]:
     return {"run_dir": str(run_dir), "seed": 3, "started_at": time.time() - 60}
 
 
-def test_what_a_killed_driver_leaves_is_ended_and_nothing_else(tmp_path: Path) -> None:
+def test_what_a_killed_driver_leaves_is_ended_and_nothing_else_though_its_record_is_damaged(
+    tmp_path: Path, run_dir: Path
+) -> None:
+    (run_dir / "metrics.jsonl").write_bytes(b"\0" * 64 + b"\n")
     with subprocess.Popen(SLEEP, env={**os.environ, RUN_ID_VAR: "another run"}) as bystander:
-        with killed_driver(tmp_path / "scratch"):
+        with killed_driver(tmp_path / "scratch", known(run_dir)):
             reader = subprocess.Popen(SLEEP, stdin=(tmp_path / "scratch" / "log").open())
         assert bystander.poll() is None
         assert reader.poll() is None, "it only reads a log"
         for process in (bystander, reader):
             process.kill()
             process.wait()
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 0
+    assert not (run_dir / "owner.lock").exists()
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
@@ -312,11 +317,3 @@ def test_a_driver_that_shuts_down_cleanly_is_spared_and_writes_its_own_last_word
         cleaner.close()
     assert not scratch.exists()
     assert [path.name for path in run_dir.iterdir()] == ["owner.lock"]
-
-
-def test_a_damaged_record_keeps_no_process_alive(tmp_path: Path, run_dir: Path) -> None:
-    (run_dir / "metrics.jsonl").write_bytes(b"\0" * 64 + b"\n")
-    with killed_driver(tmp_path / "scratch", known(run_dir)):
-        pass
-    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 0
-    assert not (run_dir / "owner.lock").exists()

@@ -226,23 +226,17 @@ def test_nothing_to_show_is_reported(run: Run) -> None:
     assert "with telemetry.record_trajectories=true" in run.shown(code=1)
 
 
-def test_the_command_is_light_and_works_on_any_terminal_and_pager(run: Run) -> None:
+def test_the_command_is_light_and_works_on_any_terminal_and_pager(run: Run, capsys: Capture) -> None:
     run.add(group(9, sample(0, 1.0, text="é"), version=3))
-
-    def ended(
-        *arguments: str, module: tuple[str, ...] = ("-m", "trainer", "view")
-    ) -> subprocess.CompletedProcess[bytes]:
-        env = {**os.environ, "PYTHONIOENCODING": "ascii"}
-        result = subprocess.run([sys.executable, *module, *arguments], capture_output=True, env=env, timeout=60)
-        assert result.returncode == 0, result.stderr
-        return result
-
-    assert rb"\xe9" in ended(str(run.path), "--group", "9").stdout
-    assert rb"\u00e9" in ended(str(run.path), "--group", "9", "--json").stdout
-    assert b"trainer view runs/first --worst 5" in ended("--help").stdout
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "trainer view runs/first --worst 5" in capsys.readouterr().out
     code = "import sys; from trainer.tools.view import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
-    modules = ended(str(run.path), module=("-c", code)).stderr.decode().split()
-    assert not {"torch", "ray", "vllm", "transformers", "numpy"} & set(modules)
+    command = [sys.executable, "-c", code, str(run.path), "--group", "9"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(command, capture_output=True, env=env, timeout=60, check=True)
+    assert rb"\xe9" in ended.stdout
+    assert not {"torch", "ray", "vllm", "transformers", "numpy"} & set(ended.stderr.decode().split())
     command = [sys.executable, "-m", "trainer", "view", str(run.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
