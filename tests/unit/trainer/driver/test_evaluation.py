@@ -19,7 +19,6 @@ from rollout.fleet.scheduler import NoReplica
 from rollout.types import Group, Prompt
 from tests.fakes.metric_names import check_known
 from tests.fakes.scripted_run import (
-    REPLICA,
     Script,
     ScriptedRun,
     World,
@@ -28,7 +27,6 @@ from tests.fakes.scripted_run import (
     json_lines,
     lines,
     prompt_set,
-    resumed_state,
     times,
     trajectory,
 )
@@ -220,18 +218,6 @@ def test_any_number_of_replicas_gives_the_same_numbers_sooner(scripted: Make, ve
         assert len({n // SAMPLES for n in numbers}) * SAMPLES == len(numbers), "responses to one prompt stay together"
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_where_a_replica_is_lost_the_evaluation_begins_again_on_others_with_their_version(
-    scripted: Make, is_shared: bool
-) -> None:
-    versions = (VERSION,) * 3 if is_shared else (VERSION - 2, VERSION, VERSION)
-    world = Replicas(*versions, dies=["e0"])
-    record, _ = evaluate(run_of(scripted, world), is_shared=is_shared)
-    assert record == evaluate(run_of(scripted, Replicas(VERSION)))[0]
-    rest = world.asked["e1"] + (world.asked["e2"] if is_shared else [])
-    assert sorted(rest) == list(range(NUM_PROMPTS * SAMPLES))
-
-
 def one_without_a_reward(responses: list[Any]) -> list[Any]:
     return [*responses[:7], replace(responses[7], **NO_VERDICT), *responses[8:]]
 
@@ -357,63 +343,6 @@ def test_which_versions_are_evaluated_each_on_one_record(
         assert all(step == max(version, 1) for version, step in found.items())
 
 
-def test_a_run_without_held_out_prompts_evaluates_nothing(scripted: Make) -> None:
-    run = scripted(num_held_out=0).play()
-    assert (run.world.evaluated, run.state.step) == ([], 6)
-    assert {line["time/wait_for_eval_s"] for line in lines(run)} == {0.0}
-
-
-def test_a_resumed_run_is_evaluated_on_its_old_grid(scripted: Make) -> None:
-    run = scripted(QUICK, state=resumed_state(5), trainer={"total_steps": 9, "eval_every": 4, "eval_at_start": False})
-    run.play()
-    assert run.world.evaluated == [8, 9]
-
-
-def test_a_period_whose_version_was_superseded_is_evaluated_at_the_next_live_one(scripted: Make) -> None:
-    script = Script(train_s=0.2, pull_s=4.0, generate_s=(0.1, 0.2), evaluate_s=0.0)
-    run = scripted(script, mode={"max_staleness": 4}, trainer={**NEVER, "eval_every": 2, "total_steps": 20}).play()
-    live = run.world.numbers("live")
-    expected = [new for old, new in itertools.pairwise([0, *live]) if new // 2 > old // 2]
-    assert run.world.evaluated == expected
-    assert any(version % 2 for version in expected), "otherwise this shows nothing"
-
-
-@pytest.mark.parametrize("target", [0.1, 0.4])
-def test_a_run_stops_when_the_accuracy_is_reached_and_a_record_shows_it(scripted: Make, target: float) -> None:
-    run = scripted(trainer={"stop_at_accuracy": target, "total_steps": 50}).play()
-    assert run.state.stop_reason == "accuracy_reached"
-    assert 10 * target <= run.state.step < 10 * target + 4
-    last, evaluation = lines(run)[-1], run.state.last_evaluation
-    assert evaluation is not None
-    assert last["eval/version"] == evaluation.version == last["step"] == run.state.step == run.world.live
-    assert last["eval/accuracy"] >= target
-
-
-@pytest.mark.parametrize("keys", [{"eval_every": 0, "eval_at_start": True}, {**NEVER, "eval_every": 3}])
-def test_an_interrupted_run_is_not_evaluated_again(scripted: Make, keys: dict[str, Any]) -> None:
-    run = scripted(QUICK, trainer={**keys, "total_steps": 50})
-    run.play(interrupt_when=lambda: run.state.step >= 3)
-    assert run.world.evaluated == [0] * keys["eval_at_start"]
-
-
-def test_an_interrupt_during_the_last_evaluation_saves_and_does_not_wait_for_it(scripted: Make) -> None:
-    run = scripted(Script(evaluate_s=5000.0), trainer={"eval_at_start": False, "eval_every": 0})
-    run.play(interrupt_when=lambda: run.state.step >= 6, after_s=100.0)
-    assert run.ended_at - times(run, "trained")[5] == pytest.approx(130.0, abs=1.0), "trainer.shutdown_timeout_s"
-    assert run.world.numbers("saved") == [6]
-    assert "the run was interrupted" in all_evaluations(run)[0]["failed"]
-    assert lines(run)[-1]["step"] == 6
-
-
-@pytest.mark.parametrize(("evaluate_s", "has"), [(20.0, "accuracy"), (900.0, "failed")])
-def test_an_interrupt_gives_a_running_evaluation_a_moment(scripted: Make, evaluate_s: float, has: str) -> None:
-    run = scripted(Script(evaluate_s=evaluate_s), trainer={"total_steps": 50}, mode={"max_staleness": 4})
-    run.play(interrupt_when=lambda: run.state.step >= 1)
-    (line,) = all_evaluations(run)
-    assert line["version"] == 0 and has in line
-    assert run.world.numbers("saved") == [run.state.step]
-
-
 # Who waits for whom
 
 
@@ -427,47 +356,6 @@ def test_an_evaluation_holds_up_the_syncs_or_the_learner(scripted: Make, is_bloc
         assert {line["time/wait_for_eval_s"] for line in lines(run)} == {0.0}
     else:
         assert train[3] < 20.0 <= min(live.values())
-
-
-@in_virtual_time
-async def test_beginning_an_evaluation_waits_until_no_commit_can_change_the_version(scripted: Make) -> None:
-    training, lock = (run := scripted()).training(), run.world.frozen
-    async with training.tasks:
-        await lock.acquire()
-        asyncio.get_running_loop().call_later(3.0, lock.release)
-        await training.evaluator.begin()
-        assert asyncio.get_running_loop().time() == pytest.approx(3.0)
-        assert lock.locked()
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_a_record_has_how_long_the_learner_waited_during_an_evaluation(scripted: Make, max_staleness: int) -> None:
-    """One engine: syncs wait for the evaluation, so the learner continues to its bound and then waits for groups."""
-    run = scripted(SLOW, trainer={"eval_every": 3}, mode={"max_staleness": max_staleness})
-    spans: list[tuple[float, float]] = []
-    freeze = run.world.freeze
-
-    @contextlib.asynccontextmanager
-    async def noting(replicas: Any) -> AsyncIterator[Any]:
-        began = asyncio.get_running_loop().time()
-        async with freeze(replicas) as versions:
-            yield versions
-        spans.append((began, asyncio.get_running_loop().time()))
-
-    run.world.freeze = noting
-    run.play()
-    free = [0.0, *(time + run.world.script.pack_s for time in times(run, "trained").values())]
-    waits = list(zip(free, times(run, "train").values(), strict=False))
-    expected = {
-        step: sum(max(0.0, min(to, end) - max(since, start)) for start, end in spans)
-        for step, (since, to) in enumerate(waits, start=1)
-    }
-    found = {line["step"]: line["time/wait_for_eval_s"] for line in lines(run)}
-    assert found == pytest.approx(expected)
-    assert all(line["time/wait_for_eval_s"] <= line["time/wait_for_batch_s"] + 1e-9 for line in lines(run))
-    if max_staleness == 0:
-        assert found[2] > 15.0
-        assert 0.0 in found.values()
 
 
 def test_a_long_evaluation_that_holds_training_up_is_no_stall_and_one_after_it_is(scripted: Make) -> None:
@@ -498,15 +386,6 @@ def test_a_periodic_evaluation_that_waited_for_another_one_is_made_at_the_end(sc
     assert lines(run)[-1]["eval/version"] == run.world.evaluated[-1] == 5
 
 
-def test_the_last_step_is_saved_before_it_is_evaluated(scripted: Make) -> None:
-    saved: list[list[int]] = []
-    run = scripted(checkpoint={"save_at_end": True})
-    run.world.script = Script(accuracy_of=lambda _version: saved.append(run.world.numbers("saved")) or 0.0)
-    run.play()
-    assert [] in saved and saved[-1] == [6]
-    assert run.world.numbers("saved") == [6]
-
-
 # Failures
 
 
@@ -530,23 +409,6 @@ def test_an_evaluation_that_fails_is_reported_and_training_continues(
     assert (failed["version"], failed["failed"]) == (version, "OSError: the engine lost its mind")
     assert failed["answers"] is None
     assert run.state.first_accuracy == (0.2 if version == 0 else 0.0)
-
-
-@pytest.mark.parametrize("is_blocking", [False, True])
-@pytest.mark.parametrize("state", ["live", "dead"])
-def test_an_evaluation_that_takes_too_long_or_finds_no_replica_ends_nothing(
-    scripted: Make, state: str, is_blocking: bool
-) -> None:
-    keys = {"eval_timeout_s": 50.0, "eval_blocking": is_blocking}
-    run = scripted(Script(evaluate_s=1e5), trainer=keys, rollout={"request_timeout_s": 20.0})
-    run.world.replicas[REPLICA] = state
-    run.play()
-    assert [line["step"] for line in lines(run)] == list(range(1, 7))
-    failed = all_evaluations(run)
-    assert (run.world.evaluated, failed[-1]["version"]) == ([], 6)
-    assert run.state.num_failed_evaluations == len(failed) == lines(run)[-1]["eval/failed_runs"]
-    reason = "trainer.eval_timeout_s=50" if state == "live" else "no live replica is left to evaluate on"
-    assert all(reason in line["failed"] and line["version"] >= 0 for line in failed)
 
 
 # Records

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from rollout.errors import NoProgress
-from rollout.types import Group, Prompt
+from rollout.types import Group
 from tests.fakes.metric_names import check_complete, check_known
 from tests.fakes.scripted_run import (
     Script,
@@ -24,14 +22,13 @@ from tests.fakes.scripted_run import (
     lines,
     prompt_set,
     recorded,
-    times,
     trajectory,
     watch_batches,
 )
 from tests.unit.trainer.data.conftest import make_group
 from trainer.config.compose import load_config
 from trainer.driver.checkpointing import find_resume_point
-from trainer.driver.loops import StalenessViolation, StallTimeout, check_staleness, filter_reason
+from trainer.driver.loops import StalenessViolation, StallTimeout, check_staleness
 from trainer.driver.state import FailedResponses
 from trainer.errors import first_cause
 from trainer.telemetry import trajectories
@@ -102,19 +99,6 @@ def test_prompts_are_shared_where_the_learner_gains_by_it_or_the_user_says(
     assert [("learner/shared_tokens_frac" in line) for line in lines(run)] == 2 * [is_shared]
 
 
-def test_one_step_off_the_next_step_is_generated_while_one_is_trained(scripted: Make) -> None:
-    """Engines need at most 4 s, and a version 0.7 s to get to them; the learner needs 10 s."""
-    mode = asdict(load_config(["mode=one_step_off"]).mode)
-    run = scripted(Script(train_s=10.0, generate_s=(2.0, 4.0)), mode=mode, trainer={"total_steps": NUM_STEPS})
-    steps = watch_batches(run)
-    run.play()
-    begun, ended, train, trained = (times(run, what) for what in ("generate", "generated", "train", "trained"))
-    for step in range(1, NUM_STEPS - 1):
-        for group in steps[step + 1]:
-            assert group.start_version == step, "by the version that the step before has made"
-            assert train[step] < begun[group.group_id] < ended[group.group_id] < trained[step]
-
-
 @pytest.mark.parametrize(
     ("script", "slots", "last_ages"),
     [
@@ -132,31 +116,6 @@ def test_generation_gets_a_longer_lead_while_the_learner_has_to_wait_and_no_long
     written = lines(run)
     assert {line["buffer/num_slots"] for line in written} == slots
     assert {line["staleness/group_max"] for line in written[-8:-4]} == last_ages
-
-
-def test_every_prompt_is_trained_once_or_still_outstanding(scripted: Make) -> None:
-    run = scripted(Script(generate_s=(0.1, 9.0)), mode={"max_staleness": 4}, trainer={"total_steps": 10})
-    seen = watch_batches(run)
-    run.play()
-    trained = Counter(group.group_id for groups in seen[:10] for group in groups)
-    owed = Counter(entry["group_id"] for entry in run.buffer.state_dict(10)["prompts"])
-    assert trained + owed == Counter(range(run.buffer.stats().admitted))
-
-
-def test_without_staleness_generation_and_training_take_turns(scripted: Make) -> None:
-    run = scripted(mode={"max_staleness": 0}, trainer={"total_steps": 5, "eval_every": 0, "eval_at_start": False})
-    run.play()
-    events = [(what, number) for _, what, number in run.world.events if what != "generate"]
-    expected: list[tuple[str, int]] = []
-    for step in range(5):
-        done, events = events[:3], events[3:]
-        assert sorted(done) == [("generated", 3 * step + i) for i in range(3)]
-        expected = [("train", step), ("trained", step), ("live", step + 1)]
-        assert events[:3] == expected
-        events = events[3:]
-    begun = [time for time, what, _ in run.world.events if what == "generate"]
-    live = [time for time, what, _ in run.world.events if what == "live"]
-    assert all(begun[3 * step] >= live[step - 1] for step in range(1, 5))
 
 
 def test_a_token_or_a_baseline_that_is_too_old_is_caught_even_in_a_young_group() -> None:
@@ -252,68 +211,11 @@ def test_a_disk_that_hangs_delays_no_step_and_what_it_cannot_take_is_counted(
     assert caplog.text.count("is too slow: 4 records wait") == 1
 
 
-def judge_is_down(group_id: int, sample: int) -> float:
-    """Of every group the second response has no reward."""
-    return 1.0 if sample == 0 else math.nan
-
-
 def test_a_slot_is_not_freed_before_weights_are_live(scripted: Make) -> None:
     run = scripted(Script(generate_s=(0.1, 0.1), train_s=0.1, pull_s=50.0), mode={"max_staleness": 1}).play()
     first_live = next(time for time, what, _ in run.world.events if what == "live")
     assert first_live > 50
     assert sum(what == "generate" and time < first_live for time, what, _ in run.world.events) == 2 * 3
-
-
-@pytest.mark.parametrize(
-    ("rewards", "statuses", "wants_filter", "reason"),
-    [
-        ([1, 0], "cc", True, ""),
-        ([1, 1], "cc", True, "zero_variance"),
-        ([1, 1], "cc", False, ""),
-        ([1, 0], "cf", False, "rewards_failed"),
-        ([1, 0, 1], "cfc", True, "zero_variance"),
-        ([1, 0, 0], "cft", True, ""),
-        ([1], "c", False, ""),
-        ([1], "f", False, "rewards_failed"),
-    ],
-)
-def test_why_a_group_is_replaced(rewards: list[float], statuses: str, wants_filter: bool, reason: str) -> None:
-    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), text="", answer="")
-    names: dict[str, Any] = {"c": "completed", "f": "failed", "t": "truncated"}
-    answers = [
-        replace(trajectory(prompt, i, [(0, 2)], reward=float(reward)), status=names[status])
-        for i, (reward, status) in enumerate(zip(rewards, statuses, strict=True))
-    ]
-    group = Group(group_id=0, prompt_id=prompt.prompt_id, trajectories=answers, start_version=0)
-    assert filter_reason(group, prompt, dynamic_sampling=wants_filter) == reason
-
-
-@pytest.mark.parametrize(
-    ("script", "keys", "words"),
-    [
-        (Script(reward_of=judge_is_down), {}, ["rewards_failed: 13", "RuntimeError: judge is down"]),
-        # One failure is not blamed for groups that were filtered for another reason.
-        (
-            Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 0 else 1.0),
-            {"algorithm": {"dynamic_sampling": True}},
-            ["too easy", "judge is down"],
-        ),
-    ],
-    ids=["the judge is down", "filtered, and one failed"],
-)
-def test_a_run_without_progress_ends_with_the_reason_that_it_has(
-    scripted: Make, caplog: pytest.LogCaptureFixture, script: Script, keys: dict[str, Any], words: list[str]
-) -> None:
-    run = scripted(script, **keys)
-    with pytest.raises(BaseException) as caught:
-        run.play()
-    cause = first_cause(caught.value)
-    assert isinstance(cause, NoProgress) and all(word in str(cause) for word in words)
-    assert run.world.num_generating == 0
-    if not keys:
-        assert "too easy" not in str(cause)
-        warnings = [one for one in caplog.records if "failed and got no reward" in one.message]
-        assert 1 < len(warnings) < 6, "at each doubling"
 
 
 def test_a_response_that_failed_is_reported_by_its_first_line_and_kept_whole() -> None:
@@ -368,21 +270,6 @@ def test_a_run_that_reached_its_accuracy_needs_no_more_groups(
         with pytest.raises(BaseException) as caught:
             run.play()
         assert isinstance(first_cause(caught.value), NoProgress), "nothing ends it"
-
-
-def test_generation_ends_before_the_last_evaluation(scripted: Make) -> None:
-    run = scripted(Script(generate_s=(2.0, 900.0)), trainer={"stop_at_accuracy": 0.3, "total_steps": 50})
-    generating, evaluate = list[int](), run.world.evaluate
-
-    async def watched(*args: Any) -> Any:
-        await asyncio.sleep(0)
-        generating.append(run.world.num_generating)
-        return await evaluate(*args)
-
-    run.world.evaluate = watched  # type: ignore[method-assign]
-    run.play()
-    assert generating[-1] == 0 < max(generating)
-    assert run.buffer.state_dict(run.state.step)["prompts"], "what was under way is owed"
 
 
 @pytest.mark.parametrize("is_filtered", [False, True])

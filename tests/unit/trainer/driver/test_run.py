@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import io
 import json
@@ -214,22 +213,6 @@ def test_the_last_words_are_how_it_ended_and_how_it_continues(
     said = last_words(run_dir, new_state(stop_reason=reason, **fields))
     assert words.format(path=path) in "\n".join(said)
     assert said[-1].endswith(f"see {path}")
-
-
-def test_the_summary_has_both_accuracies_or_the_first_cause(scripted: Make, caplog: Any) -> None:
-    def summary(run: ScriptedRun) -> dict[str, Any]:
-        with contextlib.suppress(Exception), _summary(run.cfg, run.state, run.telemetry.run_dir):
-            run_virtual(run.run())
-            run.state.stop("completed")
-        return json.loads(run.telemetry.run_dir.summary.read_text())
-
-    found = summary(scripted())
-    assert (found["exit_reason"], found["error"], found["steps"], found["version"]) == ("completed", "", 6, 6)
-    assert (found["first_accuracy"], found["last_accuracy"]) == (0.0, 0.6)
-    found = summary(scripted(Script(fails=lambda item: ValueError(f"engine lost group {item.group_id}"))))
-    assert (found["exit_reason"], found["steps"]) == ("failed", 0)
-    assert found["error"].startswith("ValueError: engine lost group")
-    assert any(record.message == "the run failed" for record in caplog.records)
 
 
 def test_a_full_disk_does_not_make_a_failure_of_a_run_that_is_done(
@@ -744,20 +727,6 @@ def test_what_is_lost_once_it_is_not_needed_any_more_is_logged_and_ends_nothing(
     assert driver.restarts == []
 
 
-def test_a_restart_from_before_the_last_version_is_live_is_given_up_then(losing: Any) -> None:
-    _, driver = losing(None, OTHER)
-    given_up: list[str] = []
-
-    async def waits() -> None:
-        await asyncio.sleep(A_WHILE_S)
-        given_up.extend(driver.restarts)
-
-    driver.during("sync", driver.lose_engine, version=LAST)
-    driver.during("export_hf", waits)
-    assert driver.ends_in_order()
-    assert given_up == [REPLICA, f"{REPLICA} given up"], "an export on shared devices would wait for it"
-
-
 @pytest.mark.parametrize(
     ("what", "version", "error"),
     [
@@ -781,16 +750,3 @@ def test_what_is_lost_before_the_last_version_is_live_or_a_learner_at_any_time_e
         driver.during("sync", driver.lose_engine if what == "engine" else driver.lose_worker, version=version)
     assert isinstance(drive(driver), error)
     assert (run.state.stop_reason, driver.restarts) == ("failed", [])
-
-
-def test_the_last_rollout_worker_lost_when_the_accuracy_is_reached_ends_nothing(losing: Any) -> None:
-    run, driver = losing(Script(train_s=5.0, hangs=lambda item: item.start_version >= 2))
-
-    async def lose() -> None:
-        run.state.stop_reason = "accuracy_reached"
-        driver.fleet._workers[0].actor.die()
-
-    driver.during("publish", lose, version=2)
-    assert drive(driver) is None
-    assert run.state.step < LAST
-    assert run.world.numbers("saved") == [run.state.step]

@@ -229,16 +229,6 @@ def test_the_report_names_what_limits_and_what_is_unknown(
     assert words not in judged(others, **of_others)[2]
 
 
-def test_what_is_promised_is_what_the_machines_then_do() -> None:
-    before, _, _ = judged(played(9, 3))
-    assert (before.learning_s, before.generation_s) == (pytest.approx(3), pytest.approx(9))
-    assert before.shares.learner_waits_for_data == pytest.approx(6 / 9)
-    after, _, _ = judged(played(9 * 4 / 6, 3 * 4 / 2))
-    assert (after.step_s, after.verdict) == (pytest.approx(6.0), "balanced")
-    assert judged(played(5, 4, staleness=0), **S_0)[0].step_s == pytest.approx(9.0)
-    assert judged(played(5, 4))[0].step_s == pytest.approx(5.0)
-
-
 def test_every_split_uses_all_devices_and_the_fastest_is_first() -> None:
     facts = facts_of([], learner={"num_ranks": 3}, rollout={"num_replicas": 2, "tensor_parallel_size": 2})
     splits = splits_of(facts, 5.0, 4.0, fixed_s=1.0)
