@@ -218,6 +218,39 @@ def test_a_slot_is_not_freed_before_weights_are_live(scripted: Make) -> None:
     assert sum(what == "generate" and time < first_live for time, what, _ in run.world.events) == 2 * 3
 
 
+def judge_is_down(group_id: int, sample: int) -> float:
+    """Of every group the second response has no reward."""
+    return 1.0 if sample == 0 else math.nan
+
+
+@pytest.mark.parametrize(
+    ("script", "keys", "words"),
+    [
+        (Script(reward_of=judge_is_down), {}, ["rewards_failed: 13", "RuntimeError: judge is down"]),
+        # One failure is not blamed for groups that were filtered for another reason.
+        (
+            Script(reward_of=lambda group, sample: judge_is_down(group, sample) if group == 0 else 1.0),
+            {"algorithm": {"dynamic_sampling": True}},
+            ["too easy", "judge is down"],
+        ),
+    ],
+    ids=["the judge is down", "filtered, and one failed"],
+)
+def test_a_run_without_progress_ends_with_the_reason_that_it_has(
+    scripted: Make, caplog: pytest.LogCaptureFixture, script: Script, keys: dict[str, Any], words: list[str]
+) -> None:
+    run = scripted(script, **keys)
+    with pytest.raises(BaseException) as caught:
+        run.play()
+    cause = first_cause(caught.value)
+    assert isinstance(cause, NoProgress) and all(word in str(cause) for word in words)
+    assert run.world.num_generating == 0
+    if not keys:
+        assert "too easy" not in str(cause)
+        warnings = [one for one in caplog.records if "failed and got no reward" in one.message]
+        assert 1 < len(warnings) < 6, "at each doubling"
+
+
 def test_a_response_that_failed_is_reported_by_its_first_line_and_kept_whole() -> None:
     failed, error = FailedResponses(), 'reward "mine.py:reward": raised ValueError\n  File "mine.py", line 3, in reward'
     failed.count(make_group([replace(trajectory(PROMPT, 0, [(0, 3)], reward=math.nan), error=error)]))
