@@ -105,10 +105,6 @@ class TrainerProcess:
         """What Ctrl-C on a terminal does: the whole foreground process group gets it."""
         os.killpg(self.pid, signal.SIGINT)
 
-    def terminate(self) -> None:
-        """What a scheduler does that takes the machine back."""
-        os.kill(self.pid, signal.SIGTERM)
-
     def hang_up(self) -> None:
         """What the kernel does when a terminal is closed: its whole foreground process group gets it."""
         os.killpg(self.pid, signal.SIGHUP)
