@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,16 +52,10 @@ class _Live:
 class Faults:
     """What shall go wrong; tests change the fields while the engine runs."""
 
-    hang_workers: bool = False
-    """Worker calls never answer, so the engine is declared dead after their `timeout_s`."""
     die_after_tokens: int | None = None
     """The engine dies when it has generated this many tokens in all."""
     hang_generation: bool = False
     """Streams stand still."""
-    status: EngineStatus | None = None
-    """What the engine reports; None counts its requests."""
-    worker_calls: list[tuple[str, tuple[object, ...]]] = field(default_factory=list)
-    """Record of every worker call."""
 
 
 class ScriptedEngine(Engine):
@@ -179,11 +173,6 @@ class ScriptedEngine(Engine):
 
     async def call_workers(self, method: str, *args: object, timeout_s: float) -> list[Any]:
         self._check_alive()
-        self.faults.worker_calls.append((method, args))
-        if self.faults.hang_workers:
-            await self._sleep(timeout_s)
-            await self.die(f"worker call {method} did not end within {timeout_s:.1f} s")
-            raise TimeoutError(f"worker call {method} did not end within {timeout_s:.1f} s")
         await self._sleep(self._worker_s)
         return self._workers(method, args)
 
@@ -243,12 +232,12 @@ class ScriptedEngine(Engine):
 
     def status(self) -> EngineStatus:
         gate = self._gate
-        found = self.faults.status or EngineStatus(
-            running=len(self._live), waiting=gate.num_waiting, kv_usage_frac=None, num_preemptions=None
-        )
         should_generate = bool(self._live) and not (gate.is_paused or gate.is_asleep)
-        return replace(
-            found,
+        return EngineStatus(
+            running=len(self._live),
+            waiting=gate.num_waiting,
+            kv_usage_frac=None,
+            num_preemptions=None,
             still_s=self._activity.still_s(should_generate=should_generate),
             times=self._activity.times(),
             unstarted=sum(not live.output.num_tokens for live in self._live.values()) + gate.num_waiting,

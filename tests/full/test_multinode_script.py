@@ -10,14 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
 from tests.fakes.ports import free_port
-from tests.fakes.process_life import is_running
+from tests.fakes.process_life import is_running, wait_until
 from tests.fakes.trainer_process import ROOT
 
 if TYPE_CHECKING:
@@ -163,10 +162,7 @@ def start_alone(tmp_path: Path) -> Iterator[Start]:
 
 
 def await_text(file: Path, text: str) -> None:
-    give_up = time.monotonic() + 60
-    while text not in (found := file.read_text() if file.exists() else ""):
-        assert time.monotonic() < give_up, found
-        time.sleep(0.05)
+    wait_until(lambda: file.exists() and text in file.read_text(), within_s=60.0, what=f"{file} does not say {text}")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +237,4 @@ def test_kill_9_ends_what_the_script_started(start_alone: Start, tmp_path: Path)
     await_text(tmp_path / "out", "imports")
     head.kill()
     left = [int((tmp_path / name).read_text()) for name in ("ray", "trainer")]
-    give_up = time.monotonic() + 10
-    while any(is_running(pid) for pid in left):
-        assert time.monotonic() < give_up, [pid for pid in left if is_running(pid)]
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_running, left)), within_s=10.0, what=f"one of {left} runs on")

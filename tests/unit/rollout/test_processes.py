@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rollout.processes import OrphanReaper
-from tests.fakes.process_life import is_running
+from tests.fakes.process_life import is_running, wait_until
 
 OWNER = """
 import subprocess, sys, time
@@ -33,10 +33,7 @@ def test_a_killed_owner_takes_its_engine_processes_with_it() -> None:
     assert is_running(child)
     owner.kill()
     owner.communicate()
-    deadline = time.monotonic() + 30
-    while is_running(child) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not is_running(child)
+    wait_until(lambda: not is_running(child), within_s=30.0, what="the child outlived its owner")
 
 
 def test_what_an_orderly_end_has_left_is_killed_and_nothing_else() -> None:

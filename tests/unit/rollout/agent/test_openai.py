@@ -17,7 +17,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rollout.agent.openai_agent import MAX_BYTES, OpenAiLoop, Task
-from rollout.agent.openai_protocol import ApiError, assistant_message, normalize, parse_request, same_message
+from rollout.agent.openai_protocol import ApiError, parse_request
 from rollout.agent.openai_session import Session
 from rollout.agent.runner import make_loop, run_episode
 from rollout.errors import AgentError, PluginError
@@ -200,7 +200,7 @@ async def test_concurrent_requests_do_not_share_a_sequence() -> None:
     assert sequences in ({one + two, repeated + three}, {one + three, repeated + two})
 
 
-@pytest.mark.parametrize("text", ["so", ""])
+@pytest.mark.parametrize("text", ["so", "", '<tool_call>{"name": }</tool_call>'])
 async def test_what_tools_return_follows_the_calls_in_the_same_sequence(text: str) -> None:
     policy = await saying(f"{text}{CALL % 1}{CALL % 2}{END}", f"5{END}")
 
@@ -220,6 +220,32 @@ async def test_what_tools_return_follows_the_calls_in_the_same_sequence(text: st
     results = "".join(f"<|im_start|>user\n<tool_response>r{n}</tool_response>{END}\n" for n in range(2))
     first = f"---\n<|im_start|>system\nadd{END}\n{ASKED}{{{text}{CALL % 1}{CALL % 2}{END}}}"
     assert policy.spoken(episode.turns()) == f"{first}\n{results}{BEGIN}{{5{END}}}"
+
+
+def call_with(arguments: str) -> Message:
+    return {"id": "other", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "continues"),
+    [
+        ({"content": "\n so ", "refusal": None, "annotations": [], "tool_calls": [call_with('{"a":1}')]}, True),
+        ({"tool_calls": [call_with('{"a": 2}')]}, False),
+        ({"tool_calls": [call_with("no JSON")]}, False),
+        ({"tool_calls": None}, False),
+        ({"content": "so!"}, False),
+        ({"content": None}, False),
+    ],
+)
+async def test_a_client_may_change_white_space_and_ids_of_what_the_policy_said(
+    changes: Message, continues: bool
+) -> None:
+    policy = await saying(f" so\n{CALL % 1}\n{END}", f"5{END}")
+
+    async def talk(chat: Chat) -> None:
+        await chat(USER, {**said(await chat(USER, tools=[ADD])), **changes}, OTHER, tools=[ADD])
+
+    assert [turn.begins_anew for turn in (await talked(policy, talk)).turns()] == [True, not continues]
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
@@ -245,47 +271,6 @@ async def test_a_client_that_goes_away_ends_its_generation_and_leaves_the_conver
     assert policy.spoken(episode.turns()) == f"{ASKED}{{one{END}}}{again}"
 
 
-REPLIED = assistant_message(f" so\n{CALL % 1}\n", call_prefix="call_1_", reads_calls=True)
-
-
-def call_with(arguments: str) -> Message:
-    return {"id": "other", "type": "function", "function": {"name": "add", "arguments": arguments}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_the_same"),
-    [
-        ({}, True),
-        ({"content": "\n so ", "refusal": None, "annotations": []}, True),
-        ({"tool_calls": [call_with('{"a":1}')]}, True),
-        ({"tool_calls": [call_with('{"a": 2}')]}, False),
-        ({"tool_calls": [call_with("no JSON")]}, False),
-        ({"tool_calls": None}, False),
-        ({"content": "so!"}, False),
-        ({"content": None}, False),
-        ({"role": "user"}, False),
-    ],
-)
-def test_a_client_may_change_white_space_and_ids_of_what_the_policy_said(changes: Message, is_the_same: bool) -> None:
-    assert same_message(normalize(REPLIED), normalize(REPLIED | changes)) is is_the_same
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "num_calls"),
-    [
-        ("5", "5", 0),
-        (f"{CALL % 1} and\n{CALL % 2}", "and", 2),
-        (f'<tool_call>{{"name": }}</tool_call>{CALL % 1}', '<tool_call>{"name": }</tool_call>', 1),
-        (CALL % 1, None, 1),
-    ],
-)
-def test_whole_calls_leave_the_text_where_the_request_has_tools(text: str, content: str | None, num_calls: int) -> None:
-    message = assistant_message(text, call_prefix="c", reads_calls=True)
-    assert message["content"] == content
-    assert len({call["id"] for call in message.get("tool_calls", [])}) == num_calls
-    assert assistant_message(text, call_prefix="c", reads_calls=False) == {"role": "assistant", "content": text}
-
-
 # What a request may ask for
 
 
@@ -308,8 +293,10 @@ async def test_log_probabilities_and_streams_are_those_of_the_api() -> None:
     policy = await saying(f"a{CALL % 1}{CALL % 2}{END}")
 
     async def talk(chat: Chat) -> None:
-        tokens = (await chat(USER, logprobs=True)).choices[0].logprobs.content
+        choice = (await chat(USER, logprobs=True)).choices[0]
+        tokens = choice.logprobs.content
         assert "".join(token.token for token in tokens) == f"a{CALL % 1}{CALL % 2}{END}"
+        assert choice.message.content == f"a{CALL % 1}{CALL % 2}", "without tools a call is text"
         assert {token.logprob for token in tokens} == {-0.5}
         stream = await chat(USER, stream=True, stream_options={"include_usage": True}, tools=[ADD])
         chunks = [chunk async for chunk in stream]

@@ -229,7 +229,7 @@ class Simulation:
             assert stats.finished == stats.trained == self.end_step * self.world.groups_per_step
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(worlds)
 def test_no_group_is_too_old_none_is_discarded_and_no_take_waits_longer_than_it_must(world: World) -> None:
     simulation = Simulation(world).play()

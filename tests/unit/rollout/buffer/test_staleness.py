@@ -44,7 +44,7 @@ def kept_states(draw: st.DrawFn) -> tuple[int, list[GroupKey], list[GroupKey], i
     return step, ready, [g for g in outstanding if g not in ready], per_step, staleness
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(kept_states())
 def test_select_waits_exactly_when_no_choice_is_allowed(
     state: tuple[int, list[GroupKey], list[GroupKey], int, int],
@@ -60,7 +60,7 @@ def test_select_waits_exactly_when_no_choice_is_allowed(
         assert set(choice) in [{g.group_id for g in chosen} for chosen in allowed]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(kept_states())
 def test_a_wait_is_not_over_before_num_needed_of_its_groups_finish(
     state: tuple[int, list[GroupKey], list[GroupKey], int, int],

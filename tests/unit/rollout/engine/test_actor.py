@@ -94,12 +94,3 @@ async def test_an_abort_that_comes_together_with_its_group_ends_it() -> None:
     chunks, _ = await asyncio.gather(consume(), actor.abort(["a", "b", "unknown"]))
     assert [chunk.finish_reason for chunk in chunks] == ["abort", "abort"]
     assert engine.status().generated_tokens == 0
-
-
-async def test_a_worker_call_that_hangs_kills_the_engine() -> None:
-    actor, engine = await started(hang_workers=True)
-    with pytest.raises(TimeoutError, match="ws_poll"):
-        await actor.call_workers("ws_poll", [1], 0.01)
-    with pytest.raises(EngineDead):
-        await actor.commit(1, "ws_commit", [], 0.01)
-    assert engine.faults.worker_calls == [("ws_poll", (1,))]

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ import psutil
 import pytest
 
 from rollout.engine.vllm_process import engine_pids, shut_down
-from tests.fakes.process_life import is_running
+from tests.fakes.process_life import is_running, wait_until
 from weight_sync.vllm import compat as vllm_compat
 
 if TYPE_CHECKING:
@@ -100,13 +99,6 @@ if __name__ == "__main__":
 """
 
 
-def wait_until(is_so: Any, complaint: str) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.05)
-
-
 def test_a_forked_process_has_the_imports_of_the_server_and_the_environment_of_its_parent(tmp_path: Path) -> None:
     """In an interpreter of its own: a process has one fork server for its whole life."""
     program, report = tmp_path / "program.py", tmp_path / "report"
@@ -118,7 +110,7 @@ def test_a_forked_process_has_the_imports_of_the_server_and_the_environment_of_i
     changes |= {name: str(folder) for name, folder in folders.items()}
     owner = subprocess.Popen([sys.executable, str(program), str(report)], env={**os.environ, **changes})
     try:
-        wait_until(report.exists, "the forked process reported nothing")
+        wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
         found = json.loads(report.read_text())
         server, forked = psutil.Process(found["server"]), psutil.Process(found["pid"])
         assert server.pid != owner.pid
@@ -127,8 +119,8 @@ def test_a_forked_process_has_the_imports_of_the_server_and_the_environment_of_i
     finally:
         owner.kill()
     owner.wait()
-    wait_until(lambda: not is_running(server), "the server outlived its owner")
-    wait_until(lambda: not is_running(forked), "what the server had forked outlived it")
+    left = (server, forked)
+    wait_until(lambda: not any(map(is_running, left)), within_s=60.0, what="a child outlived the owner of its server")
     assert list((tmp_path / "tmp").iterdir()) == [], "what a killed process leaves is in the folder of the run"
     assert len(list((tmp_path / "sockets").iterdir())) == 1
 

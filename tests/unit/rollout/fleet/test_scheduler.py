@@ -34,12 +34,10 @@ def make(*names: str, limit: int | None = None) -> RequestScheduler:
     return RequestScheduler(names, concurrency=None if limit is None else LimitRange(lowest=limit, highest=limit))
 
 
-def entering(
-    scheduler: RequestScheduler, number: int, *, num: int = 1, tokens: int = 10, version: int = 0
-) -> asyncio.Task[str]:
+def entering(scheduler: RequestScheduler, number: int, *, num: int = 1, tokens: int = 10) -> asyncio.Task[str]:
     """Of group `number`, which is its place in the order, too."""
     return asyncio.create_task(
-        scheduler.acquire(f"g{number}", (version, number), tokens=tokens, num_requests=num), name=f"{number}"
+        scheduler.acquire(f"g{number}", (0, number), tokens=tokens, num_requests=num), name=f"{number}"
     )
 
 
@@ -64,33 +62,6 @@ def leave(scheduler: RequestScheduler, name: str, num: int = 1) -> None:
 
 
 # Where a group goes
-
-
-@in_virtual_time
-async def test_a_new_group_goes_to_the_engine_with_fewest_outstanding_tokens() -> None:
-    scheduler = make("a", "b")
-    assert await enter(scheduler, 0, tokens=100) == ["a"]
-    assert await enter(scheduler, 1, 2, 3, tokens=30) == ["b", "b", "b"]
-    scheduler.release("a", tokens=100, num_requests=1)
-    assert await enter(scheduler, 5) == ["a"]
-    assert scheduler.num_requests == {"a": 1, "b": 3}
-
-
-@in_virtual_time
-async def test_requests_of_other_workers_count_like_the_new_ones() -> None:
-    scheduler = make("a", "b")
-    scheduler.set_view("a", num_elsewhere=3)
-    assert await enter(scheduler, *range(5)) == ["b", "b", "b", "a", "b"]
-    scheduler.set_view("a", num_elsewhere=0)
-    assert await enter(scheduler, 9) == ["a"]
-
-
-@in_virtual_time
-async def test_a_group_stays_where_it_is_until_it_is_forgotten() -> None:
-    scheduler = make("a", "b")
-    assert await enter(scheduler, 0, 0, tokens=100) == ["a", "a"]
-    scheduler.forget("g0")
-    assert await enter(scheduler, 0) == ["b"]
 
 
 @in_virtual_time
@@ -215,22 +186,6 @@ async def test_an_engine_is_freed_only_if_all_that_may_come_back_there_may_leave
 
 
 # When
-
-
-@in_virtual_time
-async def test_requests_above_the_limit_wait_and_the_oldest_version_and_group_enter_first() -> None:
-    scheduler = make("a", limit=2)
-    await enter(scheduler, 50, 51)
-    tasks = {(v, n): entering(scheduler, n, version=v) for v, n in ((1, 3), (0, 9), (0, 7), (0, 8))}
-    await settle()
-    assert scheduler.num_queued == 4
-    order: list[tuple[int, int]] = []
-    for _ in tasks:
-        leave(scheduler, "a")
-        await settle()
-        order += [key for key, task in tasks.items() if task.done() and key not in order]
-    assert order == [(0, 7), (0, 8), (0, 9), (1, 3)]
-    assert (scheduler.num_queued, scheduler.num_requests) == (0, {"a": 2})
 
 
 @in_virtual_time

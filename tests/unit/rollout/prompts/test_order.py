@@ -91,7 +91,7 @@ def test_every_epoch_shows_every_prompt_once(num_prompts: int, seed: int, num_ep
         assert set(ids(source, num_prompts)) == names(range(num_prompts))
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(
     levels=st.lists(st.integers(1, 4), min_size=1, max_size=20), has_curriculum=st.booleans(), seed=st.integers(0, 9),
     num_before=st.integers(0, 70), shuffle=st.booleans(),
@@ -184,7 +184,7 @@ def test_the_evaluation_subset_is_fixed_and_drawn_from_everywhere() -> None:
 # Curriculum
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(
     levels=st.lists(st.integers(1, 4), min_size=1, max_size=30), seed=st.integers(0, 99), num_epochs=st.integers(1, 3)
 )
@@ -254,7 +254,7 @@ def responses(rate: float) -> list[float]:
     return [1.0] * round(rate * 4) + [0.0] * (4 - round(rate * 4))
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(num_prompts=st.integers(2, 24), seed=st.integers(0, 99), retry_epochs=st.integers(1, 3), data=st.data())
 def test_what_is_inside_is_drawn_in_every_epoch_and_what_is_outside_is_probed_again(
     num_prompts: int, seed: int, retry_epochs: int, data: st.DataObject
@@ -285,7 +285,7 @@ def test_a_probe_inside_the_bounds_brings_a_prompt_back() -> None:
         assert "train/2" in trainee.draw(4)
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(
     num_prompts=st.integers(3, 20), seed=st.integers(0, 99), num_before=st.integers(0, 60),
     per_version=st.integers(1, 9), hard=st.sets(st.integers(1, 19)),
@@ -302,7 +302,7 @@ def test_a_resumed_filter_has_the_same_future(
     assert source.state_dict() == unbroken.source.state_dict()
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(order=st.permutations(range(6)))
 def test_within_a_version_it_does_not_matter_which_group_ends_first(order: list[int]) -> None:
     """Also where one prompt has two groups, and where a draw comes between them."""
@@ -367,7 +367,7 @@ def test_a_run_ends_if_all_are_outside_without_a_group_inside_in_between_whichev
         source.next(1)
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(
     num_prompts=st.integers(2, 5), retry_epochs=st.integers(1, 9), seed=st.integers(0, 9),
     num_before=st.integers(0, 8), passed=st.lists(st.sampled_from([0, 0, 0, 1, 2]), max_size=20),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,8 +65,10 @@ def test_every_token_has_one_place_and_comes_back_to_it_and_padding_is_bounded(l
 
 
 @pytest.mark.usefixtures("flex_on_cpu")
-@pytest.mark.parametrize("layout", [padded_layout, FLEX])
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [*((kind, padded_layout) for kind in sorted(KINDS)), *((kind, FLEX) for kind in ("mistral", "gemma2", "gpt_oss"))],
+)
 def test_packed_forward_equals_one_forward_per_sequence(kind: str, layout: Any, tmp_path: Path) -> None:
     register_packed_attention()
     directory = save_tiny(tmp_path, kind)
@@ -111,7 +113,7 @@ def plain_varlen(
 @pytest.mark.usefixtures("flex_on_cpu")
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [(kind, layout) for kind in ("qwen2", "mistral", "qwen3") for layout in (padded_layout, *KERNELS[-3:])]
+    [(kind, layout) for kind in ("qwen2", "mistral") for layout in (padded_layout, *KERNELS[-3:])]
     + [(kind, layout) for kind in ("gemma2", "gpt_oss") for layout in (padded_layout, FLEX)],
 )
 def test_a_prompt_that_is_computed_once_gives_the_gradients_of_one_forward_per_sequence(
@@ -155,6 +157,7 @@ def test_a_prompt_that_is_computed_once_gives_the_gradients_of_one_forward_per_s
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-4 if kind == "gemma2" else 1e-5)
 
 
+@settings(max_examples=30)
 @given(
     st.lists(st.lists(st.integers(1, 200), min_size=1, max_size=5), min_size=1, max_size=8),
     st.integers(0, 150),

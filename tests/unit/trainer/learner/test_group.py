@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 import socket
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from tests.fakes.learner import without_loss
-from tests.fakes.local_actor import LocalActor, Ref
+from tests.fakes.local_actor import LocalActor
 from tests.fakes.ports import free_port
 from trainer.data.batch import TrainBatch
 from trainer.errors import CheckpointError, LearnerError, first_cause, one_line
@@ -35,32 +34,31 @@ class Late:
         self.error = error
 
 
-class _Method:
-    def __init__(self, actor: HandActor, name: str) -> None:
-        self._actor, self._name = actor, name
-
-    def remote(self, *args: object) -> Ref:
-        future: Future[Any] = Future()
-        self._actor.calls.append((self._name, args))
-        response = self._actor.responses.get(self._name, None)
-        if isinstance(response, BaseException):
-            future.set_exception(response)
-        elif isinstance(response, Late):
-            asyncio.get_running_loop().call_later(0.2, future.set_exception, response.error)
-        elif response != "hang":
-            future.set_result(response)
-        return Ref(future)
-
-
-class HandActor:
+class Rank:
     """Responds to each method with a value, an exception, or never ("hang")."""
 
     def __init__(self, **responses: object) -> None:
-        self.responses = responses
+        self._responses = responses
         self.calls: list[tuple[str, tuple[object, ...]]] = []
 
-    def __getattr__(self, name: str) -> _Method:
-        return _Method(self, name)
+    def __getattr__(self, name: str) -> Any:
+        async def respond(*args: object) -> object:
+            self.calls.append((name, args))
+            response = self._responses.get(name)
+            if isinstance(response, Late):
+                await asyncio.sleep(0.2)
+                raise response.error
+            if isinstance(response, BaseException):
+                raise response
+            if response == "hang":
+                await asyncio.Event().wait()
+            return response
+
+        return respond
+
+
+def group_of(*ranks: Rank, timeout_s: float = 1.0, **how: Any) -> LearnerGroup:
+    return LearnerGroup([LocalActor(rank) for rank in ranks], timeout_s=timeout_s, **how)
 
 
 async def test_all_ranks_meet_at_the_address_of_rank_0() -> None:
@@ -68,12 +66,12 @@ async def test_all_ranks_meet_at_the_address_of_rank_0() -> None:
     ready = SetupReport(
         seconds={}, warnings=(), flops=flops, max_tokens_per_micro_batch=64, shares_prefix=True, description=""
     )
-    actors = [HandActor(node_address=("10.0.0.1", 77), setup=ready), HandActor(setup=ready)]
-    group = LearnerGroup(actors, timeout_s=1.0)
+    ranks = [Rank(node_address=("10.0.0.1", 77), setup=ready), Rank(setup=ready)]
+    group = group_of(*ranks)
     await group.setup()
     assert (group.flops, group.max_tokens_per_micro_batch, group.shares_prefix) == (flops, 64, True)
-    assert actors[0].calls == [("node_address", ()), ("setup", (("10.0.0.1", 77), None))]
-    assert actors[1].calls == [("setup", (("10.0.0.1", 77), None))]
+    assert ranks[0].calls == [("node_address", ()), ("setup", (("10.0.0.1", 77), None))]
+    assert ranks[1].calls == [("setup", (("10.0.0.1", 77), None))]
 
 
 RESET, SILENCE = RuntimeError("connection reset by peer"), TimeoutError("no response from a peer")
@@ -100,14 +98,14 @@ async def test_the_first_cause_ends_the_call_and_names_its_rank(
     monkeypatch.setattr("trainer.learner.group.PEERS_S", 0.3)
     async with asyncio.timeout(20.0):
         with pytest.raises(kind) as caught:
-            await LearnerGroup([HandActor(save=one) for one in ranks], timeout_s=0.5).save(Path("/x"), step=1)
+            await group_of(*(Rank(save=one) for one in ranks), timeout_s=0.5).save(Path("/x"), step=1)
     reported = one_line(first_cause(ExceptionGroup("training failed", [caught.value])))
     assert reported.startswith(kind.__name__) and words in reported
 
 
 async def test_a_failed_call_or_a_silent_or_dead_rank_breaks_the_group_and_a_refusal_does_not() -> None:
     async def called(response: object, *, alone: bool) -> bool:
-        group = LearnerGroup([HandActor(), HandActor(save=response)], timeout_s=0.05)
+        group = group_of(Rank(), Rank(save=response), timeout_s=0.05)
         call = group.ranks[1].call("save", timeout_s=0.05) if alone else group.save(Path("/x"), step=1)
         await asyncio.gather(call, return_exceptions=True)
         return group.is_broken
@@ -121,16 +119,16 @@ async def test_a_failed_call_or_a_silent_or_dead_rank_breaks_the_group_and_a_ref
 
 async def test_a_batch_for_another_number_of_ranks_is_refused() -> None:
     with pytest.raises(LearnerError, match="split for 2 ranks, the group has 1"):
-        await LearnerGroup([HandActor()], timeout_s=1.0).train_step(EMPTY, version=2)
+        await group_of(Rank()).train_step(EMPTY, version=2)
 
 
 async def test_neighbouring_ranks_share_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.learner.group.ray.put", lambda part: part)
     parts = ((without_loss(),), (without_loss(), without_loss()))
-    actors = [HandActor(train_step=StepResult(step=3, metrics={}, seconds={})) for _ in range(4)]
-    group = LearnerGroup(actors, timeout_s=1.0, ranks_per_batch=2)
+    ranks = [Rank(train_step=StepResult(step=3, metrics={}, seconds={})) for _ in range(4)]
+    group = group_of(*ranks, ranks_per_batch=2)
     await group.train_step(replace(EMPTY, micro_batches=parts), version=2)
-    assert [actor.calls[0][1][0] for actor in actors] == [parts[0], parts[0], parts[1], parts[1]]
+    assert [rank.calls[0][1][0] for rank in ranks] == [parts[0], parts[0], parts[1], parts[1]]
     with pytest.raises(LearnerError, match="split for 1 ranks, the group has 4, of which 2 share a micro-batch"):
         await group.train_step(replace(EMPTY, micro_batches=parts[:1]), version=2)
 
@@ -150,10 +148,10 @@ async def test_each_rank_gets_its_micro_batches_and_all_rewards_and_results_are_
         )
         for seconds, flops, of_rank in zip((1.0, 2.0), (2.0, 5.0), peaks, strict=True)
     ]
-    actors = [HandActor(train_step=result) for result in results]
+    ranks = [Rank(train_step=result) for result in results]
     batch = replace(EMPTY, updates=((0, 2), (2, 3)), group_rewards=())
-    result = await LearnerGroup(actors, timeout_s=1.0).train_step(batch, version=2)
-    assert [actor.calls for actor in actors] == [[("train_step", (("stored", ()), 3, ((0, 2), (2, 3)), 2, ()))]] * 2
+    result = await group_of(*ranks).train_step(batch, version=2)
+    assert [rank.calls for rank in ranks] == [[("train_step", (("stored", ()), 3, ((0, 2), (2, 3)), 2, ()))]] * 2
     assert result.seconds == {"step": 2.0, "forward": 0.5, "backward": 1.0}, "of the slowest rank"
     assert result.time_imbalance == 1.5 / 1.125, "of forward and backward: over the mean of all ranks"
     assert (result.model_flops, result.peak_flops) == (7.0, peak), "sums, known only if each is"
