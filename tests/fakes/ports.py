@@ -28,3 +28,13 @@ def listening_ports(pids: Collection[int] | None = None) -> list[int]:
     """Of these processes, or of all."""
     found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     return [connection.laddr.port for connection in found if pids is None or connection.pid in pids]
+
+
+def has_ipv6() -> bool:
+    """Of loopback."""
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections import Counter
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from tests.fakes.ports import has_ipv6
 from tests.fakes.weight_job import WeightJob
 
 if TYPE_CHECKING:
@@ -20,15 +20,6 @@ pytestmark = pytest.mark.timing
 IPV4 = ("127.0.0.2", "127.0.0.3")
 IPV6 = ("::1", "::1")
 """There is one loopback address only; the nodes have separate names."""
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
-            probe.bind((IPV6[0], 0))
-    except OSError:
-        return False
-    return True
 
 
 class Cluster(WeightJob):

@@ -5,6 +5,7 @@ The reference is `set_lora` itself, run with real tensors.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,17 @@ def layers_of(worker: int = 0, size: int = 1, *, rank: int = 2) -> dict[str, _La
     }
 
 
+def runner_of(layers: dict[str, _Layer], *ids: int) -> Any:
+    """What weight sync reads of vLLM's runner and of its adapter manager, which holds these adapters."""
+    manager = SimpleNamespace(
+        lora_config=SimpleNamespace(target_modules=TARGETS), modules=layers,
+        packed_modules={name: list(parts) for name, parts in PACKED.items()}, lora_index_to_id=[*ids, None],
+    )  # fmt: skip
+    loras = SimpleNamespace(_adapter_manager=manager, list_adapters=lambda: {i for i in manager.lora_index_to_id if i})
+    model = torch.nn.Linear(2, 2)
+    return SimpleNamespace(lora_manager=loras, get_model=lambda: model)
+
+
 def adapter(rank: int = 2) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"q_proj": 8, "v_proj": 4, "o_proj": 6}
@@ -102,13 +114,9 @@ def test_planned_bytes_fill_the_slot_as_set_lora_would(size: int, rank: int, num
     layouts = [record_layout(slot, metas_of(state), worker=w) for w, slot in enumerate(slots)]
     assert not any(param.any() for slot in slots for param in slot.parameters()), "recording writes nothing"
     plan = build_plan(epoch=1, params=metas_of(state), shards=row_shards(metas_of(state), num_ranks), workers=layouts)
-    moved = sum(own.nbytes for own in plan.pull)
     copies = {"q_proj": (size, 1), "v_proj": (size, 1), "o_proj": (1, size)}  # of A, of B
-    assert moved == sum(
-        4 * state[peft_name(f"l.{name}", is_a=is_a)].numel() * copies[name][0 if is_a else 1]
-        for name in copies
-        for is_a in (True, False)
-    ), "adapter bytes, and nothing else"
+    wanted = [state[peft_name(f"l.{name}", is_a=i == 0)].nbytes * copies[name][i] for name in copies for i in (0, 1)]
+    assert sum(own.nbytes for own in plan.pull) == sum(wanted), "adapter bytes, and nothing else"
     for worker, slot in enumerate(slots):
         pull(plan, state, slot, worker, num_ranks)
         expected = layers_of(worker, size, rank=rank)
@@ -153,20 +161,19 @@ def test_half_an_adapter_is_refused() -> None:
 def test_moved_buffers_and_a_lost_slot_are_noticed_before_a_write() -> None:
     layers = layers_of()
     layers["l.o_proj"].output_slices = (6,)
-    manager = _Manager(layers)
-    runner: Any = _Runner(manager)
+    runner = runner_of(layers, ADAPTER_ID)
     slot = synced_model(runner)
     assert dict(slot.named_parameters())
     layers["l.o_proj"].lora_a_stacked = tuple(t.clone() for t in layers["l.o_proj"].lora_a_stacked)
     with pytest.raises(PlanMismatch, match=r"moved 1 LoRA buffers, e\.g\. l\.o_proj\.lora_a\.0"):
         dict(slot.named_parameters())
-    manager.lora_index_to_id[0] = 7
+    runner.lora_manager._adapter_manager.lora_index_to_id[0] = 7
     with pytest.raises(PlanMismatch, match="holds adapter 7, not the policy"):
         dict(slot.named_parameters())
 
 
 def test_without_an_adapter_the_whole_model_is_synchronised() -> None:
-    runner: Any = _Runner(_Manager(layers_of(), ids=()))
+    runner = runner_of(layers_of())
     assert synced_model(runner) is runner.get_model()
 
 
@@ -182,27 +189,3 @@ def test_engines_get_the_next_rank_that_their_kernels_know() -> None:
     assert [engine_lora_rank(rank) for rank in (1, 2, 8, 9, 512)] == [1, 8, 8, 16, 512]
     with pytest.raises(ValueError, match=r"513 is more than engines support; allowed is 1\.\.512"):
         engine_lora_rank(513)
-
-
-class _Manager:
-    """What weight sync reads of vLLM's adapter manager."""
-
-    class lora_config:  # noqa: N801 - an attribute of the real thing
-        target_modules = TARGETS
-
-    def __init__(self, layers: dict[str, _Layer], *, ids: tuple[int, ...] = (ADAPTER_ID,)) -> None:
-        self.modules, self.packed_modules = layers, {name: list(parts) for name, parts in PACKED.items()}
-        self.lora_index_to_id: list[int | None] = [*ids, None]
-
-
-class _Runner:
-    def __init__(self, manager: _Manager) -> None:
-        self._model = torch.nn.Linear(2, 2)
-        self.lora_manager = self
-        self._adapter_manager = manager
-
-    def get_model(self) -> torch.nn.Module:
-        return self._model
-
-    def list_adapters(self) -> set[int]:
-        return {i for i in self._adapter_manager.lora_index_to_id if i is not None}
