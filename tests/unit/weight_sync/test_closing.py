@@ -429,60 +429,36 @@ def lose(*_: object, **__: object) -> Any:
     raise PublisherLost("a learner went silent in the middle of opening")
 
 
-def second_replica_refuses(world: World, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(world.replicas[1].receivers[0], "open", refuse)
-
-
-def second_worker_refuses(world: World, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(world.replicas[0].receivers[1], "open", refuse)
-
-
-def second_learner_refuses(world: World, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(world.publishers[1], "ws_open", refuse)
-
-
-def probe_fails_at_the_second_learner(world: World, patch: pytest.MonkeyPatch) -> None:
+def silent_probe(self: ReceiverEpoch, info: Any, reader: Any, check: Any, *, probe: Any = ReceiverEpoch._probe) -> None:
     """The worker has mapped one learner by then, and holds a line to each."""
-    probe = ReceiverEpoch._probe
-
-    def fail(self: ReceiverEpoch, info: Any, reader: Any, check: Any) -> None:
-        if self.owner == "r1/1" and info.rank == 1:
-            raise PublisherLost("a learner went silent while it was probed")
-        probe(self, info, reader, check)
-
-    patch.setattr(ReceiverEpoch, "_probe", fail)
+    if self.owner == "r1/1" and info.rank == 1:
+        raise PublisherLost("a learner went silent while it was probed")
+    probe(self, info, reader, check)
 
 
-def control_thread_cannot_listen(world: World, patch: pytest.MonkeyPatch) -> None:
-    """The last thing that opening does: everything else is there by then."""
-    patch.setattr(receiver_module, "ControlServer", lose)
-
-
-def last_link_is_refused(world: World, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(world.replicas[1].receivers[1], "_link", refuse)
+HALF_WAY: dict[str, Callable[[World], tuple[object, str, Any]]] = {
+    "second replica": lambda world: (world.replicas[1].receivers[0], "open", refuse),
+    "second worker": lambda world: (world.replicas[0].receivers[1], "open", refuse),
+    "second learner": lambda world: (world.publishers[1], "ws_open", refuse),
+    "probe of the second learner": lambda world: (ReceiverEpoch, "_probe", silent_probe),
+    "control thread, the last that opening makes": lambda world: (receiver_module, "ControlServer", lose),
+    "last link": lambda world: (world.replicas[1].receivers[1], "_link", refuse),
+}
+"""What is replaced by what fails."""
 
 
 @pytest.mark.parametrize(
-    ("fail", "transport"),
-    [
-        (second_replica_refuses, "auto"),
-        (second_worker_refuses, "auto"),
-        (second_learner_refuses, "auto"),
-        (probe_fails_at_the_second_learner, "auto"),
-        (probe_fails_at_the_second_learner, "gloo"),
-        (control_thread_cannot_listen, "auto"),
-        (last_link_is_refused, "auto"),
-    ],
+    ("where", "transport"), [*((where, "auto") for where in HALF_WAY), ("probe of the second learner", "gloo")]
 )
 async def test_an_open_that_fails_half_way_leaves_nothing_behind_and_the_next_one_succeeds(
-    fail: Callable[[World, pytest.MonkeyPatch], None], transport: str, monkeypatch: pytest.MonkeyPatch
+    where: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = two_of_two(transport=transport)
     await world.coordinator.open()  # what is made once per process is there now
     await world.coordinator.close()
     before = await at_rest()
     with monkeypatch.context() as patch:
-        fail(world, patch)
+        patch.setattr(*HALF_WAY[where](world))
         with pytest.raises((TransportUnusable, PublisherLost)):
             await asyncio.wait_for(world.coordinator.open(), 20)
     assert world.coordinator.plan is None
