@@ -352,14 +352,13 @@ class ScriptedRun:
             live=sync_report(self.state.version),
         )
 
-    async def run(self, *, interrupt_when: Callable[[], bool] | None = None, after_s: float = 0.0) -> None:
-        """As `Driver._train`; it is interrupted so long after that is true."""
+    async def run(self, *, interrupt_when: Callable[[], bool] | None = None) -> None:
+        """As `Driver._train`; it is interrupted once that is true."""
         asyncio.get_running_loop().set_default_executor(InlineExecutor(1))
 
         async def interrupt(is_time: Callable[[], bool]) -> None:
             while not is_time():
                 await asyncio.sleep(0.1)
-            await asyncio.sleep(after_s)
             self.state.stop("interrupted")
 
         try:
@@ -368,9 +367,9 @@ class ScriptedRun:
             self.buffer.close()
             self.ended_at = asyncio.get_running_loop().time()
 
-    def play(self, *, interrupt_when: Callable[[], bool] | None = None, after_s: float = 0.0) -> ScriptedRun:
+    def play(self, *, interrupt_when: Callable[[], bool] | None = None) -> ScriptedRun:
         """To its end, in virtual time."""
-        run_virtual(self.run(interrupt_when=interrupt_when, after_s=after_s))
+        run_virtual(self.run(interrupt_when=interrupt_when))
         return self
 
 

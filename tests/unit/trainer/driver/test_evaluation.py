@@ -27,7 +27,6 @@ from tests.fakes.scripted_run import (
     json_lines,
     lines,
     prompt_set,
-    times,
     trajectory,
 )
 from tests.fakes.virtual_time import in_virtual_time, run_virtual
@@ -307,7 +306,6 @@ async def test_an_evaluation_ends_with_its_deadline_and_its_replica_catches_up(
 
 QUICK = Script(evaluate_s=0.1, train_s=3.0)
 """No version supersedes another, and each is live on its own."""
-SLOW = Script(evaluate_s=20.0)
 NEVER = {"eval_every": 0, "eval_at_start": False, "eval_at_end": False}
 
 
@@ -346,18 +344,6 @@ def test_which_versions_are_evaluated_each_on_one_record(
 # Who waits for whom
 
 
-@pytest.mark.parametrize("is_blocking", [False, True])
-def test_an_evaluation_holds_up_the_syncs_or_the_learner(scripted: Make, is_blocking: bool) -> None:
-    run = scripted(SLOW, trainer={"eval_blocking": is_blocking}, mode={"max_staleness": 4}).play()
-    train, live = times(run, "train"), times(run, "live")
-    if is_blocking:
-        assert train[0] >= 20.0
-        assert all(train[version] >= live[version] + 20.0 for version in (2, 4))
-        assert {line["time/wait_for_eval_s"] for line in lines(run)} == {0.0}
-    else:
-        assert train[3] < 20.0 <= min(live.values())
-
-
 def test_a_long_evaluation_that_holds_training_up_is_no_stall_and_one_after_it_is(scripted: Make) -> None:
     keys = {"stall_timeout_s": 60.0, "eval_every": 0}
     run = scripted(Script(evaluate_s=500.0), trainer=keys, mode={"max_staleness": 0}).play()
@@ -375,15 +361,6 @@ def test_a_run_ends_only_when_its_concurrent_evaluation_has(scripted: Make) -> N
     assert run.state.stop_reason == "accuracy_reached"
     assert [line["version"] for line in all_evaluations(run)] == run.world.evaluated
     assert run.world.evaluated[-1] == lines(run)[-1]["eval/version"] == run.state.step < 50
-
-
-def test_a_periodic_evaluation_that_waited_for_another_one_is_made_at_the_end(scripted: Make) -> None:
-    """It is due at step 4, while that of step 2 runs until all five steps are trained."""
-    keys = {**NEVER, "eval_every": 2, "total_steps": 5}
-    run = scripted(Script(evaluate_s=200.0), trainer=keys, mode={"max_staleness": 4}).play()
-    assert len(run.world.evaluated) == 2
-    assert run.world.evaluated[0] < 4
-    assert lines(run)[-1]["eval/version"] == run.world.evaluated[-1] == 5
 
 
 # Failures
