@@ -367,12 +367,6 @@ def test_lines_that_are_torn_are_left_out_and_earlier_names_of_metrics_are_read(
 # Which steps count
 
 
-def test_steps_count_from_the_last_opening_of_slots_if_enough_are_left() -> None:
-    for opened, counted in ((20, range(20, 41)), (39, range(5, 41))):
-        lines = with_slots(play(9, 3)[0], (1, 16), (opened, 24))
-        assert [line.step for line in steady(lines, max_staleness=2)[0]] == [*counted]
-
-
 def test_the_last_s_steps_of_a_run_that_has_ended_do_not_count(run: Run) -> None:
     lines = play(9.0, 3.0)[0]
     assert [line.step for line in steady(lines, max_staleness=3, has_ended=True)[0]] == [*range(6, 38)]
