@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fakes.drivers.build import HostBinding, compile_fakes, compiler, make_backend, make_binding
+from tests.fakes.drivers.build import HostBinding, make_backend, make_binding
 from tests.fakes.drivers.peer import Peer
 
 if TYPE_CHECKING:
@@ -71,13 +71,6 @@ class Harness:
     def _fake(self) -> ctypes.CDLL:
         assert self.library is not None
         return ctypes.CDLL(self.library)
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    if compiler() is None:
-        pytest.skip("no C compiler `cc` to build the fake driver libraries with")
-    return compile_fakes(tmp_path_factory.mktemp("drivers"))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.contract.transports.world import QUICK, Kind, Local, Remote
-from tests.fakes.drivers.build import compile_fakes, compiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,19 +32,11 @@ REAL_NCCL = pytest.param(
 )
 
 
-@pytest.fixture(scope="session")
-def fake_drivers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Backend -> its fake driver library."""
-    if compiler() is None:
-        pytest.skip("no C compiler `cc` to build the fake driver library with")
-    return compile_fakes(tmp_path_factory.mktemp("drivers"))
-
-
 def make_kind(request: pytest.FixtureRequest) -> Kind:
     kind = KINDS[request.param]
     if kind.backend == "cpu" or request.param == "nccl":
         return kind
-    return replace(kind, library=request.getfixturevalue("fake_drivers")[kind.backend])
+    return replace(kind, library=request.getfixturevalue("libraries")[kind.backend])
 
 
 @pytest.fixture(scope="module", params=[*list(KINDS)[:-1], REAL_NCCL])

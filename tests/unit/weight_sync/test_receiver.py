@@ -13,6 +13,7 @@ import zmq
 
 from tests.fakes.row_shards import row_shards
 from tests.fakes.sync_world import PARAMS, LocalPublisher, LocalReplica, full_weights
+from weight_sync import deadlines
 from weight_sync.channel import ControlClient, make_run_keys
 from weight_sync.device.cpu import CpuBackend
 from weight_sync.errors import (
@@ -328,6 +329,28 @@ def test_other_plan_than_the_learners_is_refused(local: LocalPublisher, closing:
     request = msgspec.structs.replace(pair.request, epoch=2, plan=other.for_replica)
     with pytest.raises(PlanMismatch, match="every party must open the same epoch"):
         pair.receiver.open(request)
+
+
+@pytest.mark.parametrize("commit", ["staged", "inplace"])
+def test_a_learner_that_goes_silent_in_mid_pull_is_lost_long_before_the_deadline_and_may_wake(
+    local: LocalPublisher, closing: list[Any], monkeypatch: pytest.MonkeyPatch, commit: str
+) -> None:
+    monkeypatch.setattr(deadlines, "PEER_TIMEOUT_S", 0.5)
+    pair = open_pair(local, closing, commit)
+    slots, server = pair.pinned(2), local.publisher._epoch.server
+    started = time.monotonic()
+    with monkeypatch.context() as silent:
+        pair.after_pull(lambda: silent.setattr(server, "_receive", lambda *_: None))
+        with pytest.raises(PublisherLost, match="dead, stopped or unreachable"):
+            pair.receiver.prefetch(2, slots, deadline_s=60.0).result(60)
+            pair.receiver.commit(2, deadline_s=60.0)
+    assert time.monotonic() - started < 30.0
+    assert pair.receiver.is_dirty == (commit == "inplace")
+    if commit == "staged":
+        pair.replica.assert_holds(OLD)
+        assert pair.receiver.live_version == 1
+    pair.take(2)
+    pair.replica.assert_holds(NEW)
 
 
 @pytest.mark.parametrize("commit", ["staged", "inplace"])
