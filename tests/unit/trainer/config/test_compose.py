@@ -62,13 +62,6 @@ def test_a_group_of_a_device_may_bring_variables_and_a_user_others() -> None:
     assert config.device.env == {"NCCL_P2P_LEVEL": "LOC", "NCCL_SHM_DISABLE": "1", "NCCL_DEBUG": "WARN"}
 
 
-def test_overrides_win_over_groups_which_win_over_the_schema() -> None:
-    config = load_config(["algorithm=dapo", "algorithm.clip_ratio_high=0.4", "mode=sync"])
-    assert config.algorithm.clip_ratio_high == 0.4
-    assert config.algorithm.dynamic_sampling
-    assert config.mode.max_staleness == 0
-
-
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -139,11 +132,6 @@ def test_the_dumped_configuration_loads_to_the_same_configuration_without_a_note
 def test_an_option_is_not_mixed_with_a_section_of_the_file(override: str) -> None:
     found = problems_of(*mine(dump_yaml(load_config(["algorithm=gspo"]))), override)
     assert "the section algorithm of mine.yaml" in found[override.removeprefix("+").partition("=")[0]]
-
-
-def test_an_option_goes_with_a_file_that_has_other_sections() -> None:
-    config = load_config(mine("learner: {lr: 1e-5}\n", "+algorithm=gspo"))
-    assert (config.learner.lr, config.algorithm.loss) == (1e-5, "gspo")
 
 
 def test_hydra_leaves_directory_files_and_logging_alone(tmp_path: Path) -> None:
@@ -316,11 +304,3 @@ def test_sets_are_written_whole_or_key_by_key_and_come_back_from_a_file() -> Non
 def test_a_7b_configuration_names_its_paper(name: str) -> None:
     comment = "\n".join(re.findall(r"^#.*", (packaged_configs() / f"{name}.yaml").read_text(), re.MULTILINE))
     assert re.search(r"arXiv:\d{4}\.\d{5}", comment)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_small_recipe_takes_one_device(device: str) -> None:
-    config = load_config(["--config-name=grpo_small", f"device={device}", "model.path=owner/mine"])
-    assert (config.learner.num_ranks, config.rollout.num_replicas, config.rollout.num_workers) == (1, 1, 1)
-    assert config.mode.shares_devices
-    assert config.ray.object_store_gib < 1

@@ -18,7 +18,6 @@ import pytest
 from scripts import plot_bench
 from tests.fakes.metric_names import METRICS
 from tests.fakes.process_life import is_running, wait_until
-from tests.fakes.trainer_process import ROOT
 from trainer import subprograms
 from trainer.telemetry.trace import Tracer
 from trainer.tools import bench
@@ -30,7 +29,6 @@ from trainer.tools.bench import (
     main,
     run_trainer,
     save_results,
-    table,
 )
 from trainer.tools.bench_figures import (
     PER_STEP,
@@ -313,18 +311,6 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str) ->
     with pytest.raises(WorkloadMismatch, match="choose another file"):
         load_results(path, W1)
     assert path.read_text() == content
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "data").glob("bench_*.json")), ids=lambda path: path.stem)
-def test_results_that_were_published_before_steps_were_kept_are_still_shown(path: Path) -> None:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    lines = table(content["runs"]).splitlines()
-    assert [line.partition("  ")[0] for line in lines[1 : 1 + len(content["runs"])]] == list(content["runs"])
-    name = content["workload"]["name"].partition(" ")[0]
-    work = workload(name, is_tiny=False, shape=content["workload"]["shape"])
-    with pytest.raises(WorkloadMismatch):
-        load_results(path, work)  # nothing measured with other lengths is added to them
-    assert load_results(path) == content["runs"]
 
 
 @pytest.mark.parametrize(

@@ -311,14 +311,6 @@ def test_what_engines_would_refuse_of_a_model_of_the_hub_is_refused_before_they_
     assert words in " ".join(str(caught.value).split())
 
 
-@pytest.mark.usefixtures("cached_model")
-@pytest.mark.parametrize("tensor_parallel_size", [1, 4, 14 * 2])
-def test_a_model_of_the_hub_that_fits_is_planned(tensor_parallel_size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = (f"model.path={NAME}", *SHORT, f"rollout.tensor_parallel_size={tensor_parallel_size}")
-    assert main([*ELSEWHERE, *keys]) == 0, capsys.readouterr().err
-    assert f"1 x {tensor_parallel_size} = {tensor_parallel_size} devices" in capsys.readouterr().out
-
-
 def test_what_is_known_of_a_model_before_it_is_there_is_checked(cached_model: Path) -> None:
     tokenizer = f"model.tokenizer_path={NAME}"
     preflight(load_config([f"model.path={NAME}", tokenizer, "device=cpu", *SHORT]))

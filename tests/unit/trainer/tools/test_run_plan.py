@@ -555,18 +555,6 @@ def test_both_ends_of_the_range_are_as_near_to_what_was_measured_as_the_page_say
 
 
 @pytest.mark.parametrize(
-    ("ranks", "engines", "mean", "expected"),
-    [
-        (2, 2, W1, "either"),  # 7B: the learner sets the pace once S = 2 overlaps the tails
-        (1, 1, 256, "learning"),  # uniform: the learner works for 7.5 s of 7.6
-        (3, 1, W1, "generation"),  # 7B: from the measured split, 16.4 s at the full rate against 13.6 s
-    ],
-)
-def test_the_bottleneck_is_named_as_it_was_measured(ranks: int, engines: int, mean: float, expected: str) -> None:
-    assert work(ranks, engines, responses=NUM_RESPONSES * mean).bottleneck == expected
-
-
-@pytest.mark.parametrize(
     ("sizes", "counts", "relay", "served"),
     [
         ((8, 8, 1), (8, 8), "auto", 1),  # all engines on the other node
