@@ -53,7 +53,6 @@ RUN_TIMEOUT_S = 1_000.0
 REQUEST_TIMEOUT_S = 600.0
 NUM_PROMPTS = 200
 SAMPLE_S = 0.25
-IDLE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,9 +176,6 @@ async def _run(case: RayCase, cfg: RunConfig, telemetry: Telemetry) -> dict[str,
     workers, ranks = _start_actors(case)
     await _answers([worker.start.remote() for worker in workers])
     await _answers([rank.num_tokens.remote() for rank in ranks])
-    idle_began = time.process_time()
-    await asyncio.sleep(IDLE_S)
-    idle_cpu_s = time.process_time() - idle_began
     samples = Samples(groups_running=[], private_bytes=[], shared_bytes=[])
     learner = LearnerGroup(ranks, timeout_s=CALL_TIMEOUT_S)
     learner.max_tokens_per_micro_batch = case.tokens_per_micro_batch  # as its set-up would report
@@ -196,7 +192,6 @@ async def _run(case: RayCase, cfg: RunConfig, telemetry: Telemetry) -> dict[str,
     return _result(case, parts, samples) | {
         "cpu_s": cpu_s,
         "wall_s": wall_s,
-        "idle_cpu_ms_per_s": 1e3 * idle_cpu_s / IDLE_S,
         "threads_cpu_s": dict(sorted(threads.items(), key=lambda one: -one[1])),
         "workers_cpu_s": workers_ended - workers_began,
         "tokens_generated": tokens_generated,
