@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +16,83 @@ import pytest
 from rollout.errors import DataError
 from rollout.prompts import render_prompts
 from rollout.prompts.arithmetic import operand_pairs
-from rollout.prompts.datasets import check_overlap
-from rollout.prompts.prompt_source import load_prompts
-from tests.unit.rollout.prompts.conftest import ROWS, spec, write_jsonl
+from rollout.prompts.datasets import DatasetSpec, check_overlap
+from rollout.prompts.prompt_source import PromptSet, load_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.prompts.prompt_source import PromptSet
-    from tests.unit.rollout.prompts.conftest import CharTokenizer, Load
+
+BOS = 1
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "1+1=", "answer": "2", "level": 1, "extra": {"truth": "two"}},
+    {"prompt": "2+2=", "answer": "4", "level": 2, "extra": {"truth": "four"}},
+    {"prompt": "30+3=", "answer": "33", "level": 3, "extra": {"truth": "more"}},
+]
+BASE = DatasetSpec(
+    path="builtin:arithmetic",
+    reader="auto",
+    split="train",
+    prompt_column="prompt",
+    answer_column="answer",
+    answer_required=True,
+    reward_column="",
+    reward_column_required=True,
+    rewards_with_answer=frozenset(),
+    apply_chat_template=False,
+    system_prompt="",
+    dedup=True,
+    max_prompt_tokens=64,
+    overlong_prompts="filter",
+    max_operand=9,
+)
+Load = Callable[..., PromptSet]
+
+
+def spec(**changes: Any) -> DatasetSpec:
+    return replace(BASE, **changes)
+
+
+def write_jsonl(path: Path, rows: Sequence[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+class CharTokenizer:
+    """One token per character, a BOS in front, `<role>content` per message and `<assistant>` at the end."""
+
+    chat_template: str | None = "roles"
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        start = [BOS] if add_special_tokens else []
+        return {"input_ids": [start + [ord(c) for c in one] for one in text]}
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
+    ) -> str:
+        assert not tokenize
+        if any(m["role"] not in ("system", "user", "assistant") for m in conversation):
+            raise ValueError("unexpected role")
+        turns = "".join(f"<{m['role']}>{m['content']}" for m in conversation)
+        given = "".join(f"<{name}={value}>" for name, value in kwargs.items())
+        return given + turns + ("<assistant>" if add_generation_prompt else "")
+
+
+@pytest.fixture
+def tokenizer() -> CharTokenizer:
+    return CharTokenizer()
+
+
+@pytest.fixture
+def load(tmp_path: Path, tokenizer: CharTokenizer) -> Load:
+    """What becomes of `rows` in a.jsonl, or of the data set at `path`."""
+
+    def loaded(rows: Sequence[Any] = ROWS, **changes: Any) -> PromptSet:
+        path = write_jsonl(tmp_path / "a.jsonl", rows) if "path" not in changes else changes["path"]
+        return load_prompts(spec(**{**changes, "path": str(path)}), tokenizer)
+
+    return loaded
+
 
 Logs = pytest.LogCaptureFixture
 
@@ -265,7 +336,7 @@ def test_a_hub_name_that_cannot_be_reached_is_a_data_error(tmp_path: Path) -> No
     """In a process of its own: `datasets` reads its offline switch and cache directory when it is imported."""
     code = (
         "from rollout.errors import DataError\n"
-        "from tests.unit.rollout.prompts.conftest import CharTokenizer, load_prompts, spec\n"
+        "from tests.unit.rollout.prompts.test_datasets import CharTokenizer, load_prompts, spec\n"
         "try: load_prompts(spec(path='nobody/nothing:main'), CharTokenizer())\n"
         "except DataError as error: print(error)\n"
     )
