@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -20,9 +21,9 @@ from rollout.errors import EngineDead
 from rollout.fleet.adaptive_limit import LimitRange
 from rollout.fleet.consolidation import ConsolidationRule
 from rollout.reward.process import LOAD_TIMEOUT_S
+from tests.fakes.local_actor import Ref
 from tests.fakes.scripted_run import config
 from tests.fakes.virtual_time import in_virtual_time, run_virtual
-from tests.unit.trainer.learner.test_group import HandActor
 from trainer.config.algorithm import ESTIMATORS, KlConfig
 from trainer.config.compose import load_config
 from trainer.config.schema import LoraConfig
@@ -38,6 +39,27 @@ from trainer.remote import EngineReplica, call
 from trainer.telemetry.trace import Tracer
 from weight_sync.control.epoch import EpochOpener, SyncOptions
 from weight_sync.device.select import build, get_backend
+
+
+class HandActor:
+    """Responds to each method with a value, an exception, or never ("hang")."""
+
+    def __init__(self, **responses: object) -> None:
+        self.responses = responses
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: self._respond(name, args))
+
+    def _respond(self, name: str, args: tuple[object, ...]) -> Ref:
+        self.calls.append((name, args))
+        future: Future[object] = Future()
+        response = self.responses.get(name)
+        if isinstance(response, BaseException):
+            future.set_exception(response)
+        elif response != "hang":
+            future.set_result(response)
+        return Ref(future)
 
 
 def engine_of(cfg: Any, *, name: str = "replica_0", device: Any = None) -> Any:
