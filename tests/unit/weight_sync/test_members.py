@@ -15,6 +15,7 @@ import pytest
 from tests.fakes.sync_world import LocalReplica, World, eventually, full_weights, opened
 from weight_sync.control.members import Member, ReplicaState, nothing
 from weight_sync.errors import DigestMismatch, VersionUnavailable, WeightSyncError
+from weight_sync.receive.relay import Patience
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -309,7 +310,9 @@ async def test_links_that_come_during_a_pull_end_it(monkeypatch: pytest.MonkeyPa
             await lease.__aenter__()
         assert receiver._pull is None
         report = await world.step(3)
-        assert (report.num_stalls, report.replicas_live) == (0, 3)
+        assert report.replicas_live == 3
+        # Who asks r3 before it has begun version 3 hears that it gave one up, and goes on; in a circle all would wait.
+        assert report.pull_s < Patience().stuck_s / 2
         await lease.__aexit__(None, None, None)
         world.assert_all_hold(3)
 
