@@ -152,7 +152,7 @@ async def test_async_calls_run_at_once_in_one_process() -> None:
     async with a_pool(ASYNC) as rewards:
         began = time.monotonic()
         found = await outcomes(rewards, [*["sleep 1"] * 12, *["thread 1"] * 12, "value 2"])
-        assert time.monotonic() - began < 5, "one after the other they take 24 s"
+        assert time.monotonic() - began < 15, "one after the other they take 24 s"
     assert len(set(found[:12])) == 1
     assert found[12:] == [1.0] * 12 + [2.0]
 
@@ -222,17 +222,17 @@ async def test_an_async_call_that_cannot_be_cancelled_costs_what_is_in_its_proce
 
 
 async def test_a_process_whose_threads_hang_is_replaced_when_its_calls_have_ended() -> None:
-    async with a_pool(ASYNC, timeout_s=2.5, max_concurrency=3) as rewards:
+    async with a_pool(ASYNC, timeout_s=4.0, max_concurrency=3) as rewards:
         before = await outcome(rewards, "pid")
         assert isinstance(before, float)
         await asyncio.gather(*(cancelled_soon(rewards, "thread 600") for _ in range(3)))
         assert await outcome(rewards, "pid") == before, "a few threads are not too many"
         for _ in range(4):
             await asyncio.gather(*(cancelled_soon(rewards, "thread 600") for _ in range(3)))
-        still_in_it = asyncio.create_task(outcome(rewards, "sleep 2.4"))
+        still_in_it = asyncio.create_task(outcome(rewards, "sleep 2.8"))
         first = asyncio.create_task(outcome(rewards, "thread 600"))
-        await asyncio.sleep(0.5)
-        last = asyncio.create_task(outcome(rewards, "sleep 2.4"))
+        await asyncio.sleep(2.0)
+        last = asyncio.create_task(outcome(rewards, "sleep 2.8"))
         assert "it was cancelled" in str(await first)
         assert await outcome(rewards, "pid") != before
         assert await still_in_it == await last == before
@@ -241,7 +241,7 @@ async def test_a_process_whose_threads_hang_is_replaced_when_its_calls_have_ende
 
 async def cancelled_soon(rewards: RewardPool, response: str) -> None:
     scoring = asyncio.create_task(rewards.score(a_prompt(), response))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.25)  # its thread has begun
     scoring.cancel()
     await asyncio.gather(scoring, return_exceptions=True)
 
