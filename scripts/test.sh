@@ -20,8 +20,8 @@ is_chosen() { [[ " ${stages[*]} " == *" $1 "* ]]; }
 # Two lanes run concurrently. `front` has the tests that look at a clock (the first two folders here, and the files marked
 # `timing`) and as many others as make the lanes equally long. `back` has the rest, at a lower priority. `front` is shown
 # live, `back` after it.
-front_folders=(tests/unit/weight_sync tests/contract tests/simulation)
-back_folders=(tests/unit --ignore=tests/unit/weight_sync tests/golden tests/house)
+front_folders=(tests/unit/weight_sync tests/contract tests/simulation tests/golden)
+back_folders=(tests/unit --ignore=tests/unit/weight_sync tests/house)
 # One pytest for all that starts engines, clusters and whole runs. Runs come first: they inherit its environment, which
 # an engine inside of the process changes.
 process_folders=()
