@@ -31,6 +31,8 @@ STOP_S = 30.0
 _registered: set[Pinning] = set()
 """Holds the memory: what a driver has registered must not be unmapped."""
 _refused_by: set[str] = set()
+"""Names of backends whose driver has refused memory, which the log says once."""
+_refused_lock = threading.Lock()
 
 
 class CopyKind(IntEnum):
@@ -376,6 +378,7 @@ class Pinning:
                 self._driver.host_register(address, nbytes)
                 self._addresses.append(address)
         except DeviceError as error:
-            level = logging.DEBUG if self._name in _refused_by else logging.WARNING
+            with _refused_lock:  # learner and worker may pin in one process
+                level = logging.DEBUG if self._name in _refused_by else logging.WARNING
+                _refused_by.add(self._name)
             log.log(level, "%s: host memory cannot be pinned, so copies of it are slower: %s", self._name, error)
-            _refused_by.add(self._name)
