@@ -17,7 +17,7 @@ for stage in "${stages[@]}"; do
 done
 is_chosen() { [[ " ${stages[*]} " == *" $1 "* ]]; }
 
-# Two lanes run concurrently. `front` has the tests that look at a clock (the first two folders here, and the files marked
+# Two lanes run concurrently. `front` has the tests that look at a clock (the first three folders here, and the files marked
 # `timing`) and as many others as make the lanes equally long. `back` has the rest, at a lower priority. `front` is shown
 # live, `back` after it.
 front_folders=(tests/unit/weight_sync tests/contract tests/simulation tests/golden)

@@ -39,9 +39,8 @@ TOOLS = {
 """First word of a command line -> the module whose `main` it is, imported when it is asked for."""
 
 
-ALARMING = ("torchao", "torch.utils._pytree")
-"""Loggers that warn of kernels for other devices, which nobody asked for, whenever torchao is imported. If it is
-installed, transformers does that."""
+NOISY_AT_IMPORT = ("torchao", "torch.utils._pytree")
+"""Loggers that warn about kernels for other devices when torchao is imported, which transformers does if it can."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An unexpected error leaves this function: Python prints it and exits with 1.
     """
     started_at = process_started_at()
-    for name in ALARMING:
+    for name in NOISY_AT_IMPORT:
         logging.getLogger(name).setLevel(logging.ERROR)
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and (tool := TOOLS.get(arguments[0])) is not None:
