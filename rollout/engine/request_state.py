@@ -226,7 +226,7 @@ class OutputBarrier:
 
 
 def sampled_logprobs(completion: Any) -> list[float]:
-    """Of each new token: vLLM puts the sampled one first in its position.
+    """Of each new token, see `receive_step_logprobs`.
 
     An abort, which has no new tokens, carries all log-probs so far in vLLM 0.25.1, which slices them with `[-0:]`,
     after those of tokens that were unread when it came.
@@ -234,8 +234,7 @@ def sampled_logprobs(completion: Any) -> list[float]:
     num_tokens, logprobs = len(completion.token_ids), completion.logprobs
     if not num_tokens or logprobs is None:
         return []
-    starts = logprobs.start_indices[:num_tokens] if completion.finish_reason == "abort" else logprobs.start_indices
-    return [logprobs.logprobs[start] for start in starts]
+    return logprobs[:num_tokens] if completion.finish_reason == "abort" else logprobs
 
 
 _BYTES_PER_CHARACTER = 4

@@ -155,7 +155,6 @@ def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         logprobs=0,
-        flat_logprobs=True,
         detokenize=bool(params.stop),
         output_kind=RequestOutputKind.DELTA,
     )

@@ -58,6 +58,7 @@ _OWN_KEYS = {
 _RELIED_ON = {
     "logprobs_mode": "off-policy correction needs the log-probs of the distribution that tokens are sampled from",
     "worker_extension_cls": "weight sync runs in it",
+    "scheduler_cls": "it sends the log-probs of a step together",
     "skip_tokenizer_init": "engines take and return tokens; they are decoded elsewhere",
     "load_format": "the first weights come by weight sync, or from files where that does not provide them",
     "disable_log_stats": "the load of engines is measured instead",

@@ -73,26 +73,24 @@ def test_no_token_is_lost_reordered_or_mislabelled(
     assert [c.finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
 
 
-EARLIER, UNREAD = [[-1.0], [-2.0], [-3.0]], [[-4.0, -0.5], [-5.0]]
+EARLIER, UNREAD = [-1.0, -2.0, -3.0], [-4.0, -5.0]
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "positions", "finish_reason", "logprobs"),
+    ("num_tokens", "given", "finish_reason", "logprobs"),
     [
-        (2, [[-1.0, -0.5], [-2.0]], None, [-1.0, -2.0]),  # the sampled token comes first
+        (2, [-1.0, -2.0], None, [-1.0, -2.0]),
         # vLLM 0.25.1 repeats the log-probs of all earlier tokens in an abort, which has no new tokens ...
         (0, EARLIER, "abort", []),
         # ... also after those of tokens that were still unread when it came.
-        (2, [*UNREAD, *EARLIER, *UNREAD], "abort", [-4.0, -5.0]),
-        (1, [[-1.0], [-2.0]], "stop", [-1.0, -2.0]),  # too many anywhere else are not hidden
+        (2, [*UNREAD, *EARLIER, *UNREAD], "abort", UNREAD),
+        (1, [-1.0, -2.0], "stop", [-1.0, -2.0]),  # too many anywhere else are not hidden
     ],
 )
 def test_each_new_token_has_its_own_logprob(
-    num_tokens: int, positions: list[list[float]], finish_reason: str | None, logprobs: list[float]
+    num_tokens: int, given: list[float], finish_reason: str | None, logprobs: list[float]
 ) -> None:
-    starts = [sum(len(p) for p in positions[:i]) for i in range(len(positions))]
-    flat = SimpleNamespace(logprobs=[value for p in positions for value in p], start_indices=starts)
-    output = SimpleNamespace(token_ids=[8] * num_tokens, logprobs=flat, finish_reason=finish_reason)
+    output = SimpleNamespace(token_ids=[8] * num_tokens, logprobs=given, finish_reason=finish_reason)
     assert sampled_logprobs(output) == logprobs
 
 
@@ -174,8 +172,7 @@ def test_with_speculative_decoding_nothing_that_was_drafted_after_a_stop_string_
 
     def output(start: int, tokens: list[int], reason: str | None) -> Any:
         values = [-float(start + i) for i in range(len(tokens))]
-        flat = SimpleNamespace(logprobs=values, start_indices=range(len(tokens)))
-        return SimpleNamespace(token_ids=tokens, logprobs=flat, finish_reason=reason)
+        return SimpleNamespace(token_ids=tokens, logprobs=values, finish_reason=reason)
 
     assert request.take(output(0, LONG, None)) is None
     found = request.take(output(40, last, reason))

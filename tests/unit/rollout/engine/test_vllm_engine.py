@@ -63,8 +63,7 @@ class State:
 
     def put(self, token_ids: list[int], finish: str | None) -> None:
         self.num_tokens += len(token_ids)
-        logprobs = SimpleNamespace(start_indices=range(len(token_ids)), logprobs=[-1.0] * len(token_ids))
-        one = SimpleNamespace(token_ids=token_ids, logprobs=logprobs, finish_reason=finish)
+        one = SimpleNamespace(token_ids=token_ids, logprobs=[-1.0] * len(token_ids), finish_reason=finish)
         self.queue.put(SimpleNamespace(outputs=[one], finished=finish is not None))
 
 
