@@ -171,12 +171,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_cache: Path) -> Story:
     return story
 
 
-@pytest.fixture(scope="module", params=["sync", "colocated"])
+@pytest.fixture(scope="module", params=["mode=sync", "mode=colocated", "mode=colocated mode.offload=never"])
 def pipeline(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_cache: Path
 ) -> Iterator[Story]:
     run_dir = tmp_path_factory.mktemp("pipeline") / "run"
-    process = TrainerProcess(run_dir, f"mode={request.param}", *OVERRIDES, cache=tiny_cache)
+    process = TrainerProcess(run_dir, *request.param.split(), *OVERRIDES, cache=tiny_cache)
     try:
         plain = request.getfixturevalue("plain")  # concurrently, since both mostly wait for their processes to start
         assert process.wait(timeout_s=600) == 0, process.text[-4000:]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PLACES = {
     "ray": r".*/actor\.py|trainer/learner/group\.py|trainer/driver/(cluster|actors)\.py|"
     r"rollout/fleet/engine_client\.py|trainer/remote\.py",
-    "vllm": r"rollout/engine/(vllm_engine|vllm_config|vllm_process)\.py|"
+    "vllm": r"rollout/engine/(vllm_engine|vllm_config|vllm_process|vllm_scheduler)\.py|"
     r"weight_sync/(vllm/.*|bench/engines)\.py",
     "hydra": r"trainer/config/compose\.py",
     "omegaconf": r"trainer/config/compose\.py",

@@ -353,7 +353,7 @@ class _Device:
     def release_cached(self) -> None: ...
 
 
-def _fit_job(_directory: Path) -> tuple[int, list[int]]:
+def _fit_job(_directory: Path) -> tuple[tuple[int, bool], list[int]]:
     """Rank 1 has less memory than the share of it that a learner may have."""
     device: Any = _Device(40_000 if dist.get_rank() == 1 else 60_000)
     with patch.object(torch, "get_device_module", lambda _: device), patch.object(fit, "take_block", device.take):
@@ -361,7 +361,7 @@ def _fit_job(_directory: Path) -> tuple[int, list[int]]:
 
 
 def test_ranks_lower_the_tokens_together_where_one_of_them_lacks_memory(pool: RankPool, directory: Path) -> None:
-    assert pool.run(_fit_job, directory) == [(12288, [2048, 4096, 12288])] * 2
+    assert pool.run(_fit_job, directory) == [((12288, True), [2048, 4096, 12288])] * 2
 
 
 # Optimizers

@@ -157,6 +157,8 @@ INACTIVE: tuple[Inactive, ...] = (
         "there is no other engine to move requests to", ["rollout.num_replicas"]),
     Inactive(["rollout.repack_below"], lambda c: c.mode.shares_devices,
         "with mode.name={c.mode.name} all engines leave their devices at the same moment", ["mode.name"]),
+    Inactive(["mode.offload"], lambda c: not c.mode.shares_devices,
+        "with mode.name={c.mode.name} learner and engines have separate devices", ["mode.name"]),
     # Training, evaluation, and what is written.
     Inactive(["learner.min_lr_ratio"], lambda c: c.learner.lr_schedule == "constant",
         "learner.lr_schedule=constant never lowers the learning rate", ["learner.lr_schedule"]),

@@ -209,6 +209,9 @@ class ModeConfig:
     """What happens to running requests when new weights are committed: `keep` continues with the cache they have,
     `recompute` recomputes their cache under the new weights, `abort` returns them, and they continue from their prefix
     as new requests. [Which one](staleness.md#running-requests-at-a-commit)."""
+    offload: Literal["auto", "always", "never"] = "auto"
+    """Of `colocated`: whether the learner's memory moves to the host while engines generate, and engines sleep while it
+    trains. `auto` spares both where learner and engine fit on the device at the same time."""
 
     @property
     def shares_devices(self) -> bool:

@@ -158,7 +158,8 @@ def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
 
 
 def make_devices(cfg: RunConfig, actors: Actors, coordinator: SyncCoordinator, tracer: Tracer) -> DedicatedDevices:
-    if not cfg.mode.shares_devices:
+    """The learner must be set up. Where it stays on shared devices, none is handed over."""
+    if not cfg.mode.shares_devices or actors.learner.stays:
         return DedicatedDevices(coordinator)
     return ColocatedDevices(
         coordinator, actors.learner, actors.engines, tracer=tracer, sleep_timeout_s=cfg.weight_sync.timeout_s
@@ -402,7 +403,8 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
             stages["checkpoint"] = time.time() - loading_s
         log_ready("learner", stages)
         tokens = actors.learner.max_tokens_per_micro_batch
-        log.info("learner: %s; up to %d tokens per micro-batch", ranks[0].description, tokens)
+        beside = "; its memory stays beside the engine's" if cfg.mode.shares_devices and actors.learner.stays else ""
+        log.info("learner: %s; up to %d tokens per micro-batch%s", ranks[0].description, tokens, beside)
 
     async def engine(name: str, actor: Any) -> None:
         log_ready(name, await start_actor(actor, name, timeout_s=limit_s))
@@ -415,7 +417,8 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
         if cfg.mode.shares_devices:
             await prepared
             await learner_ready
-            await actors.learner.offload()
+            if not actors.learner.stays:
+                await actors.learner.offload()
         await gather_or_cancel(engine(name, actor) for name, actor in actors.engines.items())
 
     async def worker(name: str, actor: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trainer.config.rules import longest_slice
-from trainer.learner.fit import MOST_TOKENS, TOKENS_ON_CPU, bounded, usable_bytes
+from trainer.learner.fit import MOST_TOKENS, TOKENS_ON_CPU, Fit, choose, usable_beside_engine, usable_bytes
 from trainer.learner.flops import logits_chunk, visited_params
 from trainer.learner.fsdp import UNSHARDED_SHARE
 from trainer.learner.lora import add_adapters
@@ -204,7 +204,7 @@ def learner_items(
 ) -> Items:
     """Everything on one device of the learner, at the worst moment of a step: its models compute in turn. `reference`
     and `critic` (with its value head) are None unless they have separate weights. The tokens of a micro-batch are a
-    number (`planned_tokens`)."""
+    number (`planned_fit`)."""
     computing = [_computing(cfg, shape, device)]
     if reference is not None:
         computing.append(_scoring(cfg, reference))
@@ -240,22 +240,30 @@ def learner_items(
     return tuple(items)
 
 
-def planned_tokens(
+def planned_fit(
     cfg: RunConfig, shape: ModelShape, device: Device, reference: ModelShape | None, critic: ModelShape | None
-) -> int:
-    """Of a micro-batch: the given ones, or what `auto` will be by this plan; a run measures them at its start."""
+) -> Fit:
+    """Of a micro-batch by this plan; a run measures it at its start."""
     given = cfg.learner.max_tokens_per_micro_batch
-    if given != "auto":
-        return given
     if device.is_shared:
-        return max(longest_slice(cfg), TOKENS_ON_CPU)
-    low, high = 1, MOST_TOKENS
-    limit = usable_bytes(cfg, device.total_bytes)
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = total(learner_items(with_tokens(cfg, middle), shape, device, reference, critic)) <= limit
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return bounded(cfg, low)
+        tokens = max(longest_slice(cfg), TOKENS_ON_CPU) if given == "auto" else given
+        return Fit(tokens, stays=not cfg.mode.shares_devices or cfg.mode.offload == "never")
+
+    def needed_bytes(num_tokens: int) -> int:
+        return total(learner_items(with_tokens(cfg, num_tokens), shape, device, reference, critic))
+
+    def most(limit: int) -> int:
+        low, high = 1, MOST_TOKENS
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if needed_bytes(middle) <= limit else (low, middle - 1)
+        return low
+
+    beside = usable_beside_engine(cfg, device.total_bytes)
+    if given != "auto":
+        stays = not cfg.mode.shares_devices or (beside is not None and needed_bytes(given) <= beside)
+        return Fit(given, stays)
+    return choose(cfg, most(usable_bytes(cfg, device.total_bytes)), None if beside is None else most(beside))
 
 
 def with_tokens(cfg: RunConfig, num_tokens: int | Literal["auto"]) -> RunConfig:
@@ -264,7 +272,7 @@ def with_tokens(cfg: RunConfig, num_tokens: int | Literal["auto"]) -> RunConfig:
 
 def _tokens(cfg: RunConfig) -> int:
     tokens = cfg.learner.max_tokens_per_micro_batch
-    assert tokens != "auto", "see planned_tokens"
+    assert tokens != "auto", "see planned_fit"
     return tokens
 
 

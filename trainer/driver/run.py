@@ -177,7 +177,6 @@ class Driver:
         )
         self._checked = checked = replace(self._checked, placement=placement)
         coordinator = compose.make_coordinator(cfg, actors)
-        devices = compose.make_devices(cfg, actors, coordinator, tracer)
         try:
             with start_phase(progress, tracer, "preparing the model"):
                 await model
@@ -185,6 +184,7 @@ class Driver:
             with start_phase(progress, tracer, "starting engines and learners"):
                 await actors.learner.check_directory(self._telemetry.run_dir.path)
                 await start_actors(cfg, actors, checked.resumed, tracer)
+            devices = compose.make_devices(cfg, actors, coordinator, tracer)
             with start_phase(progress, tracer, "opening weight sync"):
                 await coordinator.open()
                 await devices.acquire_for_training()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainer.algorithms.advantages import GroupRewards
     from trainer.config.schema import RunConfig
     from trainer.data.batch import MicroBatch
+    from trainer.learner.fit import Fit
     from trainer.learner.flops import ModelFlops
     from trainer.learner.lora import PublishedShards
     from trainer.learner.policy import PolicyTrainer
@@ -73,7 +74,7 @@ def check_shared(folder: Path, *, rank: int, timeout_s: float = 10.0) -> None:
 class _LearnerState(NamedTuple):
     """What a rank has once it is set up."""
 
-    max_tokens_per_micro_batch: int
+    fit: Fit
     learner: PolicyTrainer
     publisher: WeightPublisher
     description: bytes
@@ -108,6 +109,8 @@ class SetupReport:
     """How the rank computes, for the driver's log."""
     shares_prefix: bool = False
     """Whether its attention computes a prompt that sequences share once."""
+    stays: bool = True
+    """Whether its memory need not leave the device for engines that share it; the same on every rank."""
 
 
 class LearnerActor:
@@ -148,9 +151,10 @@ class LearnerActor:
             seconds=seconds,
             warnings=tuple(record.getMessage() for record in records),
             flops=self._parts.learner.flops,
-            max_tokens_per_micro_batch=self._parts.max_tokens_per_micro_batch,
+            max_tokens_per_micro_batch=self._parts.fit.tokens,
             shares_prefix=self._parts.learner.layout.shares_prefix,
             description=self._parts.learner.description,
+            stays=self._parts.fit.stays,
         )
 
     def _set_up(self, address: Address, earlier_tokens: int | None) -> dict[str, float]:
@@ -193,8 +197,10 @@ class LearnerActor:
         )
         arena_bytes = slot_bytes * cfg.weight_sync.num_slots
         # Concurrently with the start of the engines, and not in the first step.
-        tokens = fit_micro_batch(learner, cfg, self._backend, arena_bytes=arena_bytes, earlier=earlier_tokens)
-        self._ready = _LearnerState(tokens, learner, publisher, description, published)
+        fit = fit_micro_batch(learner, cfg, self._backend, arena_bytes=arena_bytes, earlier=earlier_tokens)
+        if cfg.mode.shares_devices:
+            self._backend.release_cached()  # an engine that starts must find its share free
+        self._ready = _LearnerState(fit, learner, publisher, description, published)
         end_stage("rehearsal")
         return seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -32,10 +32,21 @@ USABLE_SHARE, USABLE_SHARE_BESIDE_ENGINE = 0.92, 0.85
 """Of a device, by torch and by the arenas of weight sync: the rest is for contexts, communication, and what torch's
 allocator cannot join; beside an engine that sleeps, also for what it keeps. A share of what the device has, not of what
 happens to be free: two runs of one configuration must choose the same number."""
+ENOUGH_TOKENS = 32768
+"""Of a micro-batch: for more the learner does not leave its device to the engine and come back in every step."""
 SMALL = (2048, 4096)
 """Tokens of the two micro-batches from which memory per token is measured."""
+SIZES_OF_CACHE = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
+"""Engine arguments with which an engine takes another share of its device than `rollout.gpu_memory_utilization`."""
 
 log = logging.getLogger(__name__)
+
+
+class Fit(NamedTuple):
+    tokens: int
+    """Of a micro-batch, at most."""
+    stays: bool
+    """The learner's memory need not leave its device."""
 
 
 def on_grid(num_tokens: float) -> int:
@@ -49,20 +60,44 @@ def usable_bytes(cfg: RunConfig, total_bytes: int) -> int:
     return int(total_bytes * (USABLE_SHARE_BESIDE_ENGINE if cfg.mode.shares_devices else USABLE_SHARE))
 
 
-def bounded(cfg: RunConfig, num_tokens: float) -> int:
-    """What `auto` makes of the tokens that there is room for: never less than the longest sequence."""
-    return max(longest_slice(cfg), min(MOST_TOKENS, on_grid(num_tokens)))
+def usable_beside_engine(cfg: RunConfig, total_bytes: int) -> int | None:
+    """Of a device whose engine keeps its own share; None where the learner leaves, or has the device to itself."""
+    mode, rollout = cfg.mode, cfg.rollout
+    if not mode.shares_devices or mode.offload == "always":
+        return None
+    if mode.offload == "auto" and any(name in rollout.engine_args for name in SIZES_OF_CACHE):
+        return None
+    return int(total_bytes * (USABLE_SHARE_BESIDE_ENGINE - rollout.gpu_memory_utilization))
+
+
+def choose(cfg: RunConfig, most: float, most_beside: float | None, *, earlier: int | None = None) -> Fit:
+    """What `learner.max_tokens_per_micro_batch=auto` becomes: never less than the longest sequence.
+
+    Args:
+        most: tokens that there is room for on a device that the learner has to itself, or while the engine sleeps.
+        most_beside: beside an engine that is awake; None if the learner leaves in any case.
+        earlier: what the run had before it was resumed, which stays if it fits.
+    """
+    longest = longest_slice(cfg)
+    keeps = earlier is not None and earlier <= max(most, longest)
+    tokens = earlier if earlier is not None and keeps else max(longest, min(MOST_TOKENS, on_grid(most)))
+    if most_beside is None:
+        return Fit(tokens, stays=not cfg.mode.shares_devices)
+    beside = tokens if tokens <= most_beside else min(MOST_TOKENS, on_grid(most_beside))
+    if cfg.mode.offload == "never":
+        return Fit(max(longest, beside), stays=True)
+    enough = tokens if keeps else max(longest, min(tokens, ENOUGH_TOKENS))
+    return Fit(beside, stays=True) if beside >= enough else Fit(tokens, stays=False)
 
 
 def fit_micro_batch(
     learner: PolicyTrainer, cfg: RunConfig, backend: Backend, *, arena_bytes: int, earlier: int | None
-) -> int:
-    """Tokens per micro-batch and rank, the same on every rank; tried in one rehearsal, except on a CPU that compiles
-    nothing. Collective.
+) -> Fit:
+    """The same on every rank; tried in one rehearsal, except on a CPU that compiles nothing. Collective.
 
     Args:
         arena_bytes: what weight sync will take of the device beside torch.
-        earlier: what the run had before it was resumed, which `auto` keeps if it fits.
+        earlier: tokens per micro-batch before the run was resumed, which `auto` keeps if they fit.
 
     Raises:
         LearnerError: it does not fit.
@@ -78,11 +113,7 @@ def fit_micro_batch(
         tokens = max(longest, TOKENS_ON_CPU) if asked == "auto" else asked
         if cfg.learner.compile is True:
             rehearse(tokens)
-        return tokens
-    if asked != "auto":
-        if not _is_room(lambda: rehearse(asked), backend):
-            raise _too_large(asked, "lower it")
-        return asked
+        return Fit(tokens, stays=not cfg.mode.shares_devices or cfg.mode.offload == "never")
 
     def peak_bytes(num_tokens: int) -> int:
         memory = torch.get_device_module(backend.torch_device)
@@ -90,11 +121,22 @@ def fit_micro_batch(
         rehearse(num_tokens)
         return memory.max_memory_allocated()
 
-    limit = usable_bytes(cfg, backend.memory_info()[1]) - arena_bytes
+    total = backend.memory_info()[1]
+    beside = usable_beside_engine(cfg, total)
+    beside = None if beside is None else beside - arena_bytes
+    if asked != "auto":
+        peaks: list[int] = []
+        if not _is_room(lambda: peaks.append(peak_bytes(asked)), backend):
+            raise _too_large(asked, "lower it")
+        stays = beside is not None and _least_of_ranks(beside - peaks[0]) >= 0
+        if cfg.mode.offload == "never" and beside is not None and not stays:
+            raise _too_large(asked, "lower it, or rollout.gpu_memory_utilization, or use mode.offload=auto")
+        return Fit(asked, stays=stays or not cfg.mode.shares_devices)
     return fitting_tokens(
         peak_bytes,
         can_take=lambda num_bytes: _fits_here(lambda: take_block(backend, num_bytes), backend),
-        limit_bytes=limit,
+        limit_bytes=usable_bytes(cfg, total) - arena_bytes,
+        beside_bytes=beside,
         cfg=cfg,
         earlier=earlier,
         is_room=lambda one: _is_room(one, backend),
@@ -106,10 +148,11 @@ def fitting_tokens(
     *,
     can_take: Callable[[int], bool],
     limit_bytes: int,
+    beside_bytes: int | None,
     cfg: RunConfig,
     earlier: int | None,
     is_room: Callable[[Callable[[], object]], bool],
-) -> int:
+) -> Fit:
     """What `auto` becomes on an accelerator. Memory grows with the tokens along a line, which two small micro-batches
     show. What was chosen is halved, once, where that memory cannot be taken on every rank, and rehearsed in it.
 
@@ -117,36 +160,34 @@ def fitting_tokens(
         peak_bytes: rehearses a step of so many tokens; the most that it took. Collective.
         can_take: has torch cache so many bytes of this rank's device, if there are as many. Not collective, so that
             ranks can agree on a failure: in the middle of a rehearsal, others wait for the one that fails.
+        limit_bytes, beside_bytes: of the device, see `choose`.
         is_room: whether what it calls ended without an error about memory.
     """
     peaks: list[int] = []
     if not is_room(lambda: peaks.extend(map(peak_bytes, SMALL))):
         raise _too_large(SMALL[1], "use more learner.num_ranks")
-    per_token = max(1.0, (peaks[1] - peaks[0]) / (SMALL[1] - SMALL[0]))
-    most = _least_of_ranks(SMALL[0] + (limit_bytes - peaks[0]) / per_token)
-    chosen = bounded(cfg, most)
-    if earlier is not None and earlier != chosen:
-        if earlier <= max(most, longest_slice(cfg)):
-            chosen = earlier
-        else:
-            log.warning(
-                "%s was %d before, which no longer fits; it is %d now, and steps differ by rounding",
-                KEY,
-                earlier,
-                chosen,
-            )
+    per_token, longest = max(1.0, (peaks[1] - peaks[0]) / (SMALL[1] - SMALL[0])), longest_slice(cfg)
+
+    def room(num_bytes: int) -> float:
+        return _least_of_ranks(SMALL[0] + (num_bytes - peaks[0]) / per_token)
+
+    most_beside = None if beside_bytes is None else room(beside_bytes)
+    tokens, stays = choose(cfg, room(limit_bytes), most_beside, earlier=earlier)
+    if earlier not in (None, tokens):
+        text = "%s was %d before, which no longer fits; it is %d now, and steps differ by rounding"
+        log.warning(text, KEY, earlier, tokens)
 
     def fits(num_tokens: int) -> bool:
         needed = int(peaks[0] + per_token * (num_tokens - SMALL[0]))
         return _least_of_ranks(can_take(needed)) > 0 and is_room(lambda: peak_bytes(num_tokens))
 
-    if not fits(chosen):
-        lower = max(longest_slice(cfg), chosen // 2)
-        log.warning("%s=auto: %d tokens did not fit on the device of a rank; it is %d now", KEY, chosen, lower)
-        if lower == chosen or not fits(lower):
-            raise _too_large(lower, "set it, down to the longest sequence, or use more learner.num_ranks")
-        chosen = lower
-    return chosen
+    if not fits(tokens):
+        too_many, tokens = tokens, max(longest, tokens // 2)
+        if tokens < too_many:
+            log.warning("%s=auto: %d tokens did not fit on the device of a rank; it is %d now", KEY, too_many, tokens)
+        if tokens == too_many or not fits(tokens):
+            raise _too_large(tokens, "set it, down to the longest sequence, or use more learner.num_ranks")
+    return Fit(tokens, stays)
 
 
 def _too_large(num_tokens: int, do: str) -> LearnerError:

@@ -35,7 +35,7 @@ from torch.multiprocessing.spawn import spawn
 
 from trainer.config.plain import to_run_config
 from trainer.data.batch import MicroBatch
-from trainer.driver.memory_plan import Device, gib, learner_items, model_shape, planned_tokens, with_tokens
+from trainer.driver.memory_plan import Device, gib, learner_items, model_shape, planned_fit, with_tokens
 from trainer.errors import ConfigurationError, LearnerError
 from trainer.files import write_atomically
 from trainer.learner.fit import fit_micro_batch
@@ -245,7 +245,7 @@ def measure(job: Job, cfg: RunConfig, *, device: torch.device, backend: Backend,
     """Figures of rank 0; collective. Its times are those of the others, too: ranks wait for each other."""
     began = time.perf_counter()
     learner = PolicyTrainer(cfg, device=device, backend=backend)
-    tokens = fit_micro_batch(learner, cfg, backend, arena_bytes=0, earlier=None)
+    tokens = fit_micro_batch(learner, cfg, backend, arena_bytes=0, earlier=None).tokens
     num_sharing = cfg.learner.ranks_per_batch
     rows = replace(job.rows, micro_batch_tokens=tokens * cfg.learner.context_parallel_size)
     batches = rows.of_rank(rank // num_sharing, vocab_size=architecture(job.shape).vocab)
@@ -311,7 +311,7 @@ def _planned(cfg: RunConfig, backend: Backend, tokens: int | None) -> tuple[int,
     """Tokens of a micro-batch that `auto` plans, and bytes of everything with `tokens`, or those, without arenas."""
     shape = model_shape(cfg.model, load_config(cfg.model, Path(cfg.model.path)))
     device = Device(backend.name, backend.memory_info()[1], is_shared=backend.ray_resource is None)
-    auto = planned_tokens(with_tokens(cfg, "auto"), shape, device, None, None)
+    auto = planned_fit(with_tokens(cfg, "auto"), shape, device, None, None).tokens
     plan = learner_items(with_tokens(cfg, auto if tokens is None else tokens), shape, device, None, None)
     return auto, {item.name: item.nbytes for item in plan if not item.name.startswith("arenas")}
 

@@ -79,6 +79,8 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     titles = "Per learner device", f"Per engine device (commit: {'staged' if engine.is_staged else 'in place'})"
     if plan.is_paired:
         titles = "Per device in the learner's turn", "Per device in the engine's turn"
+        if plan.fit.stays:
+            titles = "Per device, of the learner", "Per device beside it, of the engine"
         items = (*items, MemoryItem("arena of the learner", plan.arena_bytes, ""))
     demand = plan.at_once(cfg) * engine.longest_tokens
     wanted = f"{plan.at_once(cfg)} x {engine.longest_tokens} = {demand:,}"
@@ -104,7 +106,9 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
         lines += ["Host memory per learner rank", *(_line(item.name, item.nbytes) for item in plan.host)]
         if ranks > 1 or has:
             lines.append(_line(f"{ranks} ranks together", ranks * total(plan.host), has))
-    if plan.is_paired:
+    if plan.is_paired and plan.fit.stays:
+        lines.append("  Both fit on a device at once, so nothing moves to the host.")
+    elif plan.is_paired:
         lines.append(
             f"  To the host and back at every step: {gib(plan.moved_bytes)} per device, at "
             f"least {2 * plan.moved_bytes / HOST_BYTES_PER_S:.2g} s at {HOST_BYTES_PER_S / 1e9:.0f} GB/s."
@@ -116,7 +120,7 @@ def _micro_batches(plan: RunPlan, cfg: RunConfig) -> list[str]:
     if cfg.learner.max_tokens_per_micro_batch != "auto":
         return []
     how = "" if plan.device.is_shared else "; the learner measures at its start how many it takes"
-    return [f"  Micro-batches have up to {plan.micro_batch_tokens:,} tokens{how}."]
+    return [f"  Micro-batches have up to {plan.fit.tokens:,} tokens{how}."]
 
 
 def _line(name: str, nbytes: int, note: str = "") -> str:

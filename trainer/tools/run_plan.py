@@ -24,7 +24,7 @@ from trainer.driver.memory_plan import (
     host_items,
     learner_items,
     min_bytes,
-    planned_tokens,
+    planned_fit,
     total,
     with_tokens,
 )
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from trainer.config.schema import RunConfig
+    from trainer.learner.fit import Fit
     from weight_sync.plan.routes import Route
 
 
@@ -136,7 +137,8 @@ class RunPlan:
     num_slots: int
     """Groups in flight, at most."""
     num_responses: int
-    micro_batch_tokens: int
+    fit: Fit
+    """Of a micro-batch, and of the learner beside an engine."""
     arena_bytes: int
     """Of one rank, which stays on a shared device in the engine's turn."""
     is_paired: bool
@@ -149,7 +151,7 @@ class RunPlan:
 
     @property
     def moved_bytes(self) -> int:
-        """What one rank moves to the host and back at every step on a shared device."""
+        """What one rank moves to the host and back at every step on a shared device, unless it stays there."""
         return sum(item.nbytes for item in self.learner if item.is_state)
 
 
@@ -181,8 +183,8 @@ def plan_run(
     # With adapters, the reference is the policy without them.
     reference = (None if shape.num_adapter_params else shape) if teacher is None else teacher
     reference = reference if cfg.algorithm.kl.coef > 0 else None
-    micro_batch_tokens = planned_tokens(cfg, shape, device, reference, critic)
-    cfg = with_tokens(cfg, micro_batch_tokens)
+    fit = planned_fit(cfg, shape, device, reference, critic)
+    cfg = with_tokens(cfg, fit.tokens)
     engine = engine_memory(cfg, shape, device)
     sync = sync_traffic(cfg, shape, node_of, is_staged=engine.is_staged, collective=device.collective)
     learner = (*learner_items(cfg, shape, device, reference, critic), *sync.pairs[0])
@@ -191,7 +193,7 @@ def plan_run(
     kv_tokens = None if engine.uncounted else engine.kv_tokens
     host = host_items(cfg, shape, reference, critic)
     is_paired = cfg.mode.shares_devices and not device.is_shared
-    if is_paired and (moved := sum(item.nbytes for item in learner if item.is_state)):
+    if is_paired and not fit.stays and (moved := sum(item.nbytes for item in learner if item.is_state)):
         hint = "mode: async or sync, with separate devices for the learner"
         host = (*host, MemoryItem("the learner, while engines compute", moved, hint))
     longest = cfg.rollout.max_response_tokens
@@ -210,7 +212,7 @@ def plan_run(
         store=object_store(cfg, prompt_tokens, num_evaluated, num_slots=num_slots, group_size=group_size),
         num_slots=num_slots,
         num_responses=num_slots * group_size,
-        micro_batch_tokens=micro_batch_tokens,
+        fit=fit,
         arena_bytes=arena_bytes(cfg, shape),
         is_paired=is_paired,
     )

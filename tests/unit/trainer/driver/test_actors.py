@@ -28,10 +28,10 @@ from trainer.config.algorithm import ESTIMATORS, KlConfig
 from trainer.config.compose import load_config
 from trainer.config.schema import LoraConfig
 from trainer.driver import actors as compose
-from trainer.driver.actors import Actors, engine_spec, for_actors, group_timeout_s, worker_spec
+from trainer.driver.actors import Actors, engine_spec, for_actors, group_timeout_s, make_devices, worker_spec
 from trainer.driver.checkpointing import find_resume_point
 from trainer.driver.placement import plan_placement
-from trainer.driver.weight_updates import DedicatedDevices
+from trainer.driver.weight_updates import ColocatedDevices, DedicatedDevices
 from trainer.learner import checkpoint
 from trainer.learner.actor import SetupReport
 from trainer.learner.group import LearnerGroup, RankHandle
@@ -365,19 +365,35 @@ async def test_a_start_that_takes_too_long_names_its_limit_and_where_actors_prin
         await start([rank_of()], [engine("hang")], HandActor(), trainer={"startup_timeout_s": 0.05})
 
 
-async def test_on_shared_devices_engines_import_at_once_and_begin_when_the_learner_has_left() -> None:
+@pytest.mark.parametrize("stays", [True, False])
+async def test_on_shared_devices_engines_import_at_once_and_begin_when_the_learner_has_left_or_may_stay(
+    stays: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     order: list[str] = []
+    ready = replace(rank_of().responses["setup"], stays=stays)
 
     class Noting(HandActor):
         def __getattr__(self, name: str) -> Any:
             order.append(name)
             return super().__getattr__(name)
 
-    await start([Noting(**rank_of().responses)], [Noting(**engine().responses)], mode={"name": "colocated"})
-    assert order == ["node_address", "prepare", "setup", "offload", "start"]
+    await start([Noting(setup=ready)], [Noting(**engine().responses)], mode={"name": "colocated"})
+    assert order == ["node_address", "prepare", "setup", *([] if stays else ["offload"]), "start"]
+    assert ("its memory stays beside the engine's" in caplog.text) == stays
     order.clear()
     await start([Noting(**rank_of().responses)], [Noting(**engine().responses)])
     assert "prepare" not in order, "an engine of its own device has no reason to wait"
+
+
+@pytest.mark.parametrize(
+    ("mode", "stays", "turns"), [("async", True, False), ("colocated", True, False), ("colocated", False, True)]
+)
+def test_devices_are_handed_over_only_where_the_learner_must_leave_them(mode: Any, stays: bool, turns: bool) -> None:
+    cfg, nothing = config(), cast("Any", None)
+    actors = cast("Any", SimpleNamespace(learner=SimpleNamespace(stays=stays), engines={}))
+    devices = make_devices(replace(cfg, mode=replace(cfg.mode, name=mode)), actors, nothing, nothing)
+    assert isinstance(devices, ColocatedDevices) == turns
 
 
 async def test_an_engine_that_cannot_be_imported_ends_the_start_while_the_learner_still_rehearses() -> None:

@@ -12,7 +12,16 @@ import torch
 from trainer.config.schema import RunConfig
 from trainer.errors import LearnerError
 from trainer.learner import fit
-from trainer.learner.fit import MOST_TOKENS, SMALL, fit_micro_batch, fitting_tokens, on_grid
+from trainer.learner.fit import (
+    ENOUGH_TOKENS,
+    MOST_TOKENS,
+    SMALL,
+    choose,
+    fit_micro_batch,
+    fitting_tokens,
+    on_grid,
+    usable_beside_engine,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +65,9 @@ class Device:
             rollout=replace(cfg.rollout, max_response_tokens=longest - longest // 2),
         )
         given: dict[str, Any] = {"cfg": cfg, "earlier": earlier, "is_room": self.is_room, "can_take": self.can_take}
-        return fitting_tokens(self.peak_bytes, limit_bytes=limit, **given)
+        tokens, stays = fitting_tokens(self.peak_bytes, limit_bytes=limit, beside_bytes=None, **given)
+        assert stays, "devices of its own"
+        return tokens
 
 
 @pytest.mark.parametrize(
@@ -85,6 +96,10 @@ def test_what_does_not_fit_is_halved_once_and_said(caplog: pytest.LogCaptureFixt
     device = Device(fixed=1000, per_token=10, fails_from=8000)
     with pytest.raises(LearnerError, match=r"8192 tokens \(learner\.max_tokens_per_micro_batch\) does not fit"):
         device.fit(limit=1000 + 10 * 16384)
+    caplog.clear()
+    with pytest.raises(LearnerError, match="99999 tokens"):  # nothing to lower: the longest sequence must fit
+        Device(fixed=1000, per_token=10, fails_from=9000).fit(limit=1000 + 10 * 99999, longest=99999)
+    assert not caplog.text
     device = Device(fixed=1000, per_token=10, has=1000 + 10 * 9000)
     assert device.fit(limit=1000 + 10 * 16384) == 8192
     assert device.tried == [*SMALL, 8192] and device.taken == [1000 + 10 * 16384, 1000 + 10 * 8192]
@@ -121,37 +136,79 @@ class Learner:
         return 0, 100_000
 
 
+COLOCATED: dict[str, Any] = {"name": "colocated"}
+
+
 @pytest.mark.parametrize(
-    ("tokens", "mode", "arena_bytes", "rehearsed"),
+    ("tokens", "mode", "arena_bytes", "rehearsed", "stays"),
     [
-        ("auto", "async", 0, [*SMALL, 8192]),
-        ("auto", "async", 10_000, [*SMALL, 6144]),
-        ("auto", "async", 30_000, [*SMALL, 4096]),
-        ("auto", "colocated", 3000, [*SMALL, 6144]),  # an engine that sleeps keeps something
-        (9000, "async", 0, [9000]),
-        (9950, "async", 0, []),
+        ("auto", {}, 0, [*SMALL, 8192], True),
+        ("auto", {}, 10_000, [*SMALL, 6144], True),
+        ("auto", {}, 30_000, [*SMALL, 4096], True),
+        (9000, {}, 0, [9000], True),
+        (9950, {}, 0, [], None),
+        # An engine that sleeps keeps something; one that stays awake has half of the device.
+        ("auto", COLOCATED, 3000, [*SMALL, 6144], False),
+        (3000, COLOCATED, 3000, [3000], True),
+        (3000, COLOCATED | {"offload": "always"}, 3000, [3000], False),
+        (3150, COLOCATED, 3000, [3150], False),
+        (3150, COLOCATED | {"offload": "never"}, 3000, [], None),
+        ("auto", COLOCATED | {"offload": "never"}, 3000, [*SMALL, 3072], True),
     ],
 )
 def test_a_device_is_filled_beside_what_others_take(
-    tokens: Any, mode: Any, arena_bytes: int, rehearsed: list[int], monkeypatch: pytest.MonkeyPatch
+    tokens: Any,
+    mode: dict[str, Any],
+    arena_bytes: int,
+    rehearsed: list[int],
+    stays: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cfg, device = RunConfig(), Learner()
     cfg = replace(
         cfg,
-        mode=replace(cfg.mode, name=mode),
+        mode=replace(cfg.mode, **mode),
         task=replace(cfg.task, max_prompt_tokens=50),
-        rollout=replace(cfg.rollout, max_response_tokens=50),
+        rollout=replace(cfg.rollout, max_response_tokens=50, gpu_memory_utilization=0.5),
         learner=replace(cfg.learner, max_tokens_per_micro_batch=tokens),
     )
     monkeypatch.setattr(torch, "get_device_module", lambda _name: device)
     monkeypatch.setattr(fit, "take_block", lambda *_: None)
     seam: Any = device
     if not rehearsed:
-        with pytest.raises(LearnerError, match=r"9950 tokens.*lower it"):
+        with pytest.raises(LearnerError, match=rf"{tokens} tokens.*lower it"):
             fit_micro_batch(seam, cfg, seam, arena_bytes=arena_bytes, earlier=None)
         return
-    assert fit_micro_batch(seam, cfg, seam, arena_bytes=arena_bytes, earlier=None) == rehearsed[-1]
+    assert fit_micro_batch(seam, cfg, seam, arena_bytes=arena_bytes, earlier=None) == (rehearsed[-1], stays)
     assert device.rehearsed == rehearsed
+
+
+@pytest.mark.parametrize(
+    ("most", "beside", "changes", "expected"),
+    [
+        (70_000, 70_000, {}, (MOST_TOKENS, True)),
+        (70_000, 33_000, {}, (ENOUGH_TOKENS, True)),  # of more it would gain less than it loses by leaving
+        (70_000, 30_000, {}, (MOST_TOKENS, False)),
+        (20_000, 16_384, {}, (16_384, True)),
+        (20_000, 16_383, {}, (16_384, False)),
+        (70_000, 40_000, {"longest": 40_001}, (MOST_TOKENS, False)),
+        (70_000, 50_000, {"earlier": 65_536}, (65_536, False)),  # a resumed run repeats its numbers
+        (70_000, 50_000, {"earlier": 49_152}, (49_152, True)),
+        (70_000, 33_000, {"engine_args": {"kv_cache_memory_bytes": 1}}, (MOST_TOKENS, False)),
+    ],
+)
+def test_a_learner_stays_on_a_shared_device_if_it_has_room_for_enough_tokens_beside_the_engine(
+    most: int, beside: int, changes: dict[str, Any], expected: tuple[int, bool]
+) -> None:
+    cfg, longest = RunConfig(), changes.get("longest", 1000)
+    cfg = replace(
+        cfg,
+        mode=replace(cfg.mode, name="colocated"),
+        task=replace(cfg.task, max_prompt_tokens=1),
+        rollout=replace(cfg.rollout, max_response_tokens=longest - 1, engine_args=changes.get("engine_args", {})),
+    )
+    beside_engine = usable_beside_engine(cfg, 1 << 40)
+    assert choose(cfg, most, None if beside_engine is None else beside, earlier=changes.get("earlier")) == expected
 
 
 def test_grid_has_two_numbers_per_power_of_two() -> None:

@@ -427,7 +427,7 @@ def test_auto_plans_the_micro_batch_that_fills_the_device(gibibytes: int, checkp
         return planned(config(learner=learner), P, BIG._replace(total_bytes=gibibytes * GIB))
 
     auto, limit = plan("auto"), 0.92 * gibibytes * GIB
-    tokens = auto.micro_batch_tokens
+    tokens = auto.fit.tokens
     assert auto.learner == plan(tokens).learner
     next_larger = next(n for n in range(tokens + 1, 2 * tokens + 1) if on_grid(n) == n)
     assert total(auto.learner) <= limit
