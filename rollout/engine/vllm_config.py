@@ -157,6 +157,7 @@ def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
         logprobs=0,
         detokenize=bool(params.stop),
         output_kind=RequestOutputKind.DELTA,
+        skip_clone=True,  # of an object that has one request
     )
 
 

@@ -178,7 +178,8 @@ def plan_shared(
     if share is False:
         return plain, False
     plans = []
-    for bundle_tokens in (max_tokens, max_tokens // 2, max_tokens // 4, 0):
+    fits_in_one = num_ranks == 1 and sum(lengths) <= max_tokens  # however they are bundled
+    for bundle_tokens in (max_tokens,) if fits_in_one else (max_tokens, max_tokens // 2, max_tokens // 4, 0):
         bundles = _bundles(lengths, prompts, bundle_tokens)
         shorter = [prompts.lengths[prompts.of_sample[bundle[0]]] * (len(bundle) - 1) for bundle in bundles]
         of_bundles = plan_micro_batches(

@@ -1,9 +1,10 @@
 """Log-probabilities of chosen tokens, and entropy, without ever holding the logits of all tokens.
 
-Both passes hold the logits of about `LOGITS_BYTES`. The forward takes a chunk of tokens at a time, with the whole
-vocabulary. The backward computes the logits again (one more product with the output matrix), for all tokens and a slice
-of the vocabulary at a time: rows of the matrix's gradient are then one product each, and what is summed over slices, in
-float32, is as large as the hidden states and not as the matrix.
+Both passes hold the logits of about `LOGITS_BYTES`; a compiled forward twice as many, since it has nothing beside
+them. The forward takes a chunk of tokens at a time, with the whole vocabulary. The backward computes the logits again
+(one more product with the output matrix), for all tokens and a slice of the vocabulary at a time: rows of the matrix's
+gradient are then one product each, and what is summed over slices, in float32, is as large as the hidden states and not
+as the matrix.
 
 Shape legend: `L` loss tokens, `C` tokens of a chunk, `E` hidden size, `V` vocabulary, `S` tokens of a vocabulary slice.
 """
@@ -65,8 +66,10 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx.head, ctx.chunk_tokens = head, logits_chunk(len(weight_VE), head.chunk_tokens)
         # Three tensors, not views of one: FSDP2 hooks the outputs, and warns about views.
         logprobs_L, entropy_L, lse_L = (hidden_LE.new_empty(num_tokens, dtype=_wide(hidden_LE)) for _ in range(3))
-        for start in range(0, num_tokens, ctx.chunk_tokens):
-            chunk = slice(start, start + ctx.chunk_tokens)
+        # With a small hidden size the host takes longer to start the kernels of a chunk than the device to run them.
+        chunk_tokens = ctx.chunk_tokens * (2 if head.compiled and head.chunk_tokens is None else 1)
+        for start in range(0, num_tokens, chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
             logits_CV = _logits(hidden_LE[chunk], weight_VE, head)
             statistics = _fused(_statistics, logits_CV, head)
             logprobs_L[chunk], entropy_L[chunk], lse_L[chunk] = statistics(logits_CV, target_L[chunk])
