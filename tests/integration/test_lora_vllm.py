@@ -19,6 +19,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
+from rollout.engine.vllm_config import vllm_sampling
 from rollout.engine.vllm_engine import VllmEngine
 from rollout.types import SamplingParams
 from tests.contract.engine.suite import Response, collect
@@ -251,29 +252,29 @@ async def test_two_versions_never_share_a_prefix_though_the_adapter_has_one_name
     for version in (21, 22):
         await rig.next_version(coordinator, version)
         responses.append([await ask(rig, f"{version}-{i}", prompt, max_tokens=4) for i in range(2)])
-        unsalted.append(await first_logprobs_with_salt(rig, prompt, "same", f"{version}-raw"))
+        unsalted.append(await first_token_with_salt(rig, prompt, "same", f"{version}-raw"))
     for version, pair in zip((21, 22), responses, strict=True):
         for response in pair:  # the second comes from the cache
             expected = reference(rig, prompt, response, [version] * 4)
             np.testing.assert_allclose(response.logprobs, expected, atol=2e-3)
     with torch.no_grad():
         fresh = torch.log_softmax(rig.models[22](torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1], -1)
-    stale = max(abs(logprob - float(fresh[token])) for token, logprob in unsalted[1].items())
-    assert stale > 0.05, "with one salt for all versions the old version's KV would be used"
+    token, logprob = unsalted[1]
+    assert abs(logprob - float(fresh[token])) > 0.05, (
+        "with one salt for all versions the old version's KV would be used"
+    )
 
 
-async def first_logprobs_with_salt(rig: Rig, prompt: np.ndarray, salt: str, name: str) -> dict[int, float]:
-    """Token -> log-prob of the first position, by a request that bypasses our salt."""
-    from vllm import SamplingParams as VllmParams
-
+async def first_token_with_salt(rig: Rig, prompt: np.ndarray, salt: str, name: str) -> tuple[int, float]:
+    """And its log-prob, by a request that bypasses our salt."""
     from weight_sync.vllm.lora import policy_adapter
 
-    sampling = VllmParams(max_tokens=1, temperature=1.0, logprobs=5, detokenize=False)
+    sampling = vllm_sampling(SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), [])
     inputs: Any = {"prompt_token_ids": prompt.tolist(), "cache_salt": salt}
     last: Any = None
     async for output in rig.engine._engine.generate(inputs, sampling, request_id=name, lora_request=policy_adapter()):
         last = output
-    return {token: entry.logprob for token, entry in last.outputs[0].logprobs[0].items()}
+    return last.outputs[0].token_ids[0], last.outputs[0].logprobs[0]
 
 
 async def test_an_adapter_for_a_layer_the_engine_has_not_wrapped_is_refused_before_a_byte_moves(rig: Rig) -> None:
