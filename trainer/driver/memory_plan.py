@@ -261,8 +261,8 @@ def planned_fit(
 
     beside = usable_beside_engine(cfg, device.total_bytes)
     if given != "auto":
-        stays = not cfg.mode.shares_devices or (beside is not None and needed_bytes(given) <= beside)
-        return Fit(given, stays)
+        fits_beside = beside is not None and (cfg.mode.offload == "never" or needed_bytes(given) <= beside)
+        return Fit(given, stays=not cfg.mode.shares_devices or fits_beside)
     return choose(cfg, most(usable_bytes(cfg, device.total_bytes)), None if beside is None else most(beside))
 
 

@@ -32,6 +32,7 @@ USABLE_SHARE, USABLE_SHARE_BESIDE_ENGINE = 0.92, 0.85
 """Of a device, by torch and by the arenas of weight sync: the rest is for contexts, communication, and what torch's
 allocator cannot join; beside an engine that sleeps, also for what it keeps. A share of what the device has, not of what
 happens to be free: two runs of one configuration must choose the same number."""
+BESIDE_ENGINE = "lower rollout.gpu_memory_utilization, or use mode.offload=auto"
 ENOUGH_TOKENS = 32768
 """Of a micro-batch: for more the learner does not leave its device to the engine and come back in every step."""
 SMALL = (2048, 4096)
@@ -130,7 +131,7 @@ def fit_micro_batch(
             raise _too_large(asked, "lower it")
         stays = beside is not None and _least_of_ranks(beside - peaks[0]) >= 0
         if cfg.mode.offload == "never" and beside is not None and not stays:
-            raise _too_large(asked, "lower it, or rollout.gpu_memory_utilization, or use mode.offload=auto")
+            raise _too_large(asked, f"lower it, or {BESIDE_ENGINE}")
         return Fit(asked, stays=stays or not cfg.mode.shares_devices)
     return fitting_tokens(
         peak_bytes,
@@ -173,6 +174,8 @@ def fitting_tokens(
 
     most_beside = None if beside_bytes is None else room(beside_bytes)
     tokens, stays = choose(cfg, room(limit_bytes), most_beside, earlier=earlier)
+    if most_beside is not None and stays and tokens > most_beside:
+        raise _too_large(tokens, BESIDE_ENGINE)
     if earlier not in (None, tokens):
         text = "%s was %d before, which no longer fits; it is %d now, and steps differ by rounding"
         log.warning(text, KEY, earlier, tokens)

@@ -380,6 +380,10 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     utilization = "rollout.gpu_memory_utilization"
     own_bytes, rest_bytes = int(share * device.total_bytes), int((1 - share) * device.total_bytes)
     is_sure = not engine.uncounted
+    kept, what = plan.arena_bytes, "arena that stays"
+    hint = "lower it: the learner's context and arena stay while it is away"
+    if plan.fit.stays:
+        kept, what, hint = min_bytes(plan.learner), "learner that stays", "lower it, or use mode.offload=auto"
     rows = (
         (
             is_sure and engine.max_kv_tokens < longest,
@@ -389,11 +393,11 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
             f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.hint}",
         ),
         (
-            plan.is_paired and own_bytes + plan.arena_bytes > device.total_bytes,
+            plan.is_paired and own_bytes + kept > device.total_bytes,
             utilization,
-            f"{gib(own_bytes)} for the engine, next to {gib(plan.arena_bytes)} of arena that stays",
+            f"{gib(own_bytes)} for the engine, next to {gib(kept)} of {what}",
             f"a shared device has {gib(device.total_bytes)}",
-            "lower it: the learner's context and arena stay while it is away",
+            hint,
         ),
         (
             is_sure and not device.is_shared and cfg.weight_sync.commit == "staged" and not engine.staging_fits,

@@ -314,6 +314,10 @@ REFUSED: dict[str, tuple[Sections, dict[str, Any], list[str], str, str]] = {
     "a shared device that fits": (COLOCATED, {}, [], "", "21.28 GiB per device"),
     "an engine next to the arena": ({**COLOCATED, "rollout": {"num_replicas": 4, "gpu_memory_utilization": 0.99}}, {},
         [UTILIZATION], "3.55 GiB of arena", "arena of the learner"),
+    "a learner that has room beside its engine": (
+        {**COLOCATED, "rollout": {"num_replicas": 4, "gpu_memory_utilization": 0.2}}, {}, [], "", "Both fit"),
+    "one that may not leave, and has none": (
+        {**COLOCATED, "mode": {**COLOCATED["mode"], "offload": "never"}}, {}, [UTILIZATION], "learner that stays", ""),
     "an odd number of ranks": ({**COLOCATED, "learner": {"num_ranks": 3}}, {}, ["learner.num_ranks"], "", ""),
     "no cache, as counted": ({"learner": MANY_RANKS}, SMALL_DEVICE, [UTILIZATION], "", ""),
     "nothing is sure of other dtypes": (
