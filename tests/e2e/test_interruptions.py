@@ -1,4 +1,5 @@
-"""Runs that end before their time: kill -9, a closed terminal, Ctrl-C. What is left, and how they resume."""
+"""Runs that end before their time: kill -9, a closed terminal, Ctrl-C. What is left, and how they resume. One of them
+loses its rollout worker, and goes on."""
 
 from __future__ import annotations
 
@@ -65,7 +66,15 @@ def test_a_run_survives_kill_9_and_an_interrupt(start: Start, tmp_path: Path) ->
     assert unfinished.name == f"step_{before + 1}.tmp"
 
     interrupted = start(run_dir, *SMALL, ENDLESS, reward, "checkpoint.every_steps=0", "learner.num_ranks=1")
-    interrupted.until(lambda: "resuming after step" in interrupted.text and len(interrupted.lines) >= before + 3)
+    interrupted.until(lambda: "resuming after step" in interrupted.text and len(interrupted.lines) >= before + 2)
+    interrupted.process("ray::RolloutWorkerActor").kill()
+    interrupted.until(lambda: "rollout worker 0 is back" in interrupted.text)
+    lost_at = len(interrupted.lines)
+    interrupted.until(lambda: len(interrupted.lines) >= lost_at + 2)
+    last = interrupted.lines[-1]
+    assert last["fleet/worker_restarts"] == 1 and last["discarded_tokens"] == 0
+    most = 5 * 8  # (S + 1) x B: each group that it had, once
+    assert 0 < last["buffer/failed"] == last["buffer/retried"] <= most
     # A terminal is closed in the middle of a step, which takes longer than any of Ray's processes would take to end.
     assert not unfinished.exists()
     learner = interrupted.process("ray::LearnerActor")
