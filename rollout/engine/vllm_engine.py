@@ -333,6 +333,8 @@ class VllmEngine(Engine):
         self._gate.end_limit()
         for request in self._requests.running.values():
             request.queue.put(EngineDead(f"engine is dead: {self._dead_reason}"))
+        if (handler := getattr(self._llm, "output_handler", None)) is not None:
+            handler.cancel()  # vLLM cancels it later, when it may have logged the end of the process as a failure
         self._stopping.append(asyncio.ensure_future(asyncio.to_thread(shut_down, self._llm)))
 
     async def _guard(self, awaitable: Awaitable[T]) -> T:

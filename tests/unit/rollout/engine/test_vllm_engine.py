@@ -80,6 +80,7 @@ class FakeLlm:
         """What else happens at a step."""
         self.replies: list[Reply] = []
         """Of the workers; then they agree."""
+        self.output_handler: asyncio.Task[None] | None = None
         self.states: dict[str, State] = {}
         self.computed = set[str]()
         """What the engine process has."""
@@ -481,3 +482,12 @@ async def test_an_engine_that_fails_half_way_into_sleep_is_dead(step: str) -> No
         await commit(engine)
     await engine.close()
     assert llm.log[-1] == "shutdown"
+
+
+async def test_an_engine_that_ends_stops_listening_before_its_process_does() -> None:
+    """Otherwise vLLM logs, now and then, that its output handler failed."""
+    engine, llm = started()
+    llm.output_handler = asyncio.ensure_future(hang())
+    llm.shutdown = lambda: llm.log.append(f"shutdown, handler is {'done' if llm.output_handler.done() else 'running'}")
+    await engine.close()
+    assert llm.log == ["shutdown, handler is done"]
