@@ -85,12 +85,12 @@ def launch(spec: EngineSpec, meter: LoadMeter) -> tuple[AsyncLLM, list[int], Any
     `spec.reports_load`."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from rollout.engine.vllm_scheduler import receive_step_logprobs, use_step_logprobs
+    from rollout.engine.vllm_scheduler import receive_step_logprobs, send_step_logprobs
 
     vllm_compat.check_vllm_version()
     vllm_compat.start_engines_in(EngineContext() if spec.forks else None)
     config = engine_config(spec)
-    use_step_logprobs(config)
+    send_step_logprobs(config)
     stop = set(spec.stop_token_ids)
     found = config.model_config.try_get_generation_config().get("eos_token_id")
     if found is not None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NO_TOKENS, NO_RANKS = np.empty((0, 1), np.int32), np.empty(0, np.int32)
 
 
-class _Step:
+class _TakenLogprobs:
     """Stands for the log-probs of a step while vLLM takes those of each request."""
 
     def __init__(self, logprobs: LogprobsLists) -> None:
@@ -43,12 +43,14 @@ class _Step:
         return self._logprobs.logprobs[self._rows, 0]
 
 
-class _LogprobsOfAStep:
+class SendsStepLogprobs:
+    """Comes before a scheduler of vLLM among the bases of a class."""
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         update: Any = super().update_from_output  # pyright: ignore[reportAttributeAccessIssue]
         if model_runner_output.logprobs is None:
             return update(scheduler_output, model_runner_output)
-        step: Any = _Step(model_runner_output.logprobs)
+        step: Any = _TakenLogprobs(model_runner_output.logprobs)
         found = update(scheduler_output, replace(model_runner_output, logprobs=step))
         taken_P = step.of_sampled_tokens()
         if len(taken_P):
@@ -57,16 +59,16 @@ class _LogprobsOfAStep:
         return found
 
 
-class StepScheduler(_LogprobsOfAStep, Scheduler): ...
+class StepLogprobsScheduler(SendsStepLogprobs, Scheduler): ...
 
 
-class AsyncStepScheduler(_LogprobsOfAStep, AsyncScheduler): ...
+class AsyncStepLogprobsScheduler(SendsStepLogprobs, AsyncScheduler): ...
 
 
-def use_step_logprobs(config: VllmConfig) -> None:
-    """Have engines of this configuration send them so; `receive_step_logprobs` must be called where they arrive."""
+def send_step_logprobs(config: VllmConfig) -> None:
+    """Have the engine of this configuration do so; what it sends needs `receive_step_logprobs`."""
     scheduler = config.scheduler_config
-    chosen = AsyncStepScheduler if scheduler.async_scheduling else StepScheduler
+    chosen = AsyncStepLogprobsScheduler if scheduler.async_scheduling else StepLogprobsScheduler
     scheduler.scheduler_cls = f"{chosen.__module__}.{chosen.__qualname__}"
 
 
@@ -77,13 +79,14 @@ def receive_step_logprobs(llm: AsyncLLM) -> None:
 
     async def get_output_async() -> EngineCoreOutputs:
         received = await receive()
-        _hand_out(received.outputs, states)
+        hand_out(received.outputs, states)
         return received
 
     client.get_output_async = get_output_async
 
 
-def _hand_out(outputs: Sequence[EngineCoreOutput], states: Mapping[str, Any]) -> None:
+def hand_out(outputs: Sequence[EngineCoreOutput], states: Mapping[str, Any]) -> None:
+    """Append the log-probs that the first of a step's outputs carries to those of the requests that they are of."""
     if not outputs or outputs[0].new_logprobs is None:
         return
     logprobs, outputs[0].new_logprobs = outputs[0].new_logprobs.logprobs.tolist(), None

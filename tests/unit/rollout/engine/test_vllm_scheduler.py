@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from rollout.engine.vllm_scheduler import _hand_out, _LogprobsOfAStep
+from rollout.engine.vllm_scheduler import SendsStepLogprobs, hand_out
 
 Taken = dict[str, tuple[int, list[int]]]
 """Request -> its index in the batch, and the tokens that it keeps of those that it was given."""
@@ -32,7 +32,7 @@ class BaseScheduler:
         return {0: EngineCoreOutputs(outputs=made)}
 
 
-class Scheduler(_LogprobsOfAStep, BaseScheduler): ...
+class Scheduler(SendsStepLogprobs, BaseScheduler): ...
 
 
 def step(taken: Taken, logprobs: LogprobsLists | None) -> list[EngineCoreOutput]:
@@ -61,7 +61,7 @@ def handed_out(states: dict[str, Any]) -> dict[str, list[float]]:
 def test_each_request_gets_the_logprobs_of_its_own_tokens_after_those_that_it_has() -> None:
     received = step({"b": (1, [5]), "c": (2, []), "a": (0, [6])}, batch([[-1.0, -0.1], [-2.0, -0.2], [-3.0, -0.3]]))
     states = requests("a", "b", "c")
-    _hand_out(received, states)
+    hand_out(received, states)
     assert handed_out(states) == {"a": [-9.0, -1.0], "b": [-9.0, -2.0], "c": [-9.0]}
     assert all(one.new_logprobs is None for one in received), "vLLM would add its own objects"
 
@@ -70,15 +70,15 @@ def test_of_several_tokens_in_a_step_those_before_the_end_count_and_those_of_an_
     values = [[-float(position), 0.0] for position in range(6)]
     received = step({"a": (0, [1, 2]), "gone": (1, [3]), "b": (2, [4, 5])}, batch(values, starts=[0, 3, 4]))
     states = requests("a", "b")
-    _hand_out(received, states)
+    hand_out(received, states)
     assert handed_out(states) == {"a": [-9.0, 0.0, -1.0], "b": [-9.0, -4.0, -5.0]}
 
 
 @pytest.mark.parametrize("taken", [{}, {"a": (0, list[int]())}])
 def test_a_step_without_tokens_brings_nothing(taken: Taken) -> None:
     states = requests("a")
-    _hand_out(step(taken, batch([[-1.0, 0.0]])), states)
-    _hand_out(step(taken, None), states)
+    hand_out(step(taken, batch([[-1.0, 0.0]])), states)
+    hand_out(step(taken, None), states)
     assert handed_out(states) == {"a": [-9.0]}
 
 
@@ -87,4 +87,4 @@ def test_a_step_with_another_number_of_logprobs_than_tokens_is_refused() -> None
     assert one.new_logprobs is not None
     one.new_logprobs = one.new_logprobs._replace(logprobs=np.array([-1.0, -2.0], np.float32))
     with pytest.raises(RuntimeError, match="brought 1 tokens with 2 log-probs"):
-        _hand_out([one], requests("a"))
+        hand_out([one], requests("a"))
