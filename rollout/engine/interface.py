@@ -45,8 +45,8 @@ class EngineSpec:
     max_model_len: int = 4096
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.85
-    kv_cache_gib: float = 1.0
-    """Size of the KV cache, on "cpu"."""
+    kv_cache_gib: float | None = None
+    """Size of the KV cache. None: what is left of `gpu_memory_utilization` when the model is loaded; 1 on "cpu"."""
     num_threads: int = 1
     """Compute threads per worker, on "cpu"."""
     enforce_eager: bool = False

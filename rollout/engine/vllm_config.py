@@ -56,10 +56,10 @@ def engine_args(spec: EngineSpec) -> dict[str, Any]:
     elif spec.device == "cpu":
         # The worker lives in the engine's own process: one interpreter, one import and one hop per step less.
         args["distributed_executor_backend"] = "uni"
-    if spec.device == "cpu":
-        args["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * _GIB)
-    else:
+    if spec.device != "cpu":
         args["gpu_memory_utilization"] = spec.gpu_memory_utilization
+    if spec.device == "cpu" or spec.kv_cache_gib is not None:
+        args["kv_cache_memory_bytes"] = int((1.0 if spec.kv_cache_gib is None else spec.kv_cache_gib) * _GIB)
     return {**args, **spec.engine_args}
 
 

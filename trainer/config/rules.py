@@ -96,16 +96,23 @@ def check_combinations(config: RunConfig) -> list[Problem]:
 
 
 def pairing_problems(c: RunConfig) -> Iterator[Problem]:
-    """On shared accelerators: every device has one rank and one engine worker. A CPU has no devices to pair on."""
-    replicas, per_engine = c.rollout.num_replicas, c.rollout.tensor_parallel_size
-    if c.mode.shares_devices and c.learner.num_ranks != replicas * per_engine:
-        message = (
-            f"must be rollout.num_replicas * rollout.tensor_parallel_size = {replicas} * {per_engine} = "
-            f"{replicas * per_engine} with mode.name={c.mode.name}: every device has one learner rank and one engine "
-            "worker"
-        )
-        keys = ("rollout.num_replicas", "rollout.tensor_parallel_size", "mode.name")
-        yield problem(c, "learner.num_ranks", message, "change one of them", *keys)
+    """On shared accelerators: every device has one rank, and as many engine workers as every other. A CPU has no devices
+    to pair on."""
+    replicas, per_engine, per_device = (
+        c.rollout.num_replicas, c.rollout.tensor_parallel_size, c.rollout.engines_per_device
+    )  # fmt: skip
+    if not c.mode.shares_devices or c.learner.num_ranks * per_device == replicas * per_engine:
+        return
+    keys = ["rollout.num_replicas", "rollout.tensor_parallel_size"]
+    value, workers = f"{replicas} * {per_engine}", "one engine worker"
+    if per_device > 1:
+        keys[1], value, workers = "rollout.engines_per_device", f"{replicas} / {per_device}", f"{per_device} engines"
+    formula = f"{keys[0]} {value.split()[1]} {keys[1]}"
+    message = (
+        f"must be {formula} = {value} = {replicas * per_engine / per_device:g} with mode.name={c.mode.name}: every "
+        f"device has one learner rank and {workers}"
+    )
+    yield problem(c, "learner.num_ranks", message, "change one of them", *keys, "mode.name")
 
 
 def _policy_steps(c: RunConfig) -> int:
@@ -424,6 +431,12 @@ def _modes(c: RunConfig) -> Iterator[Problem]:
 def _engines(c: RunConfig) -> Iterator[Problem]:
     """Whether the tokenizer has the tokens is known when it is loaded."""
     rollout, longest = c.rollout, longest_sequence(c)
+    if rollout.engines_per_device > 1 and rollout.tensor_parallel_size > 1:
+        message = "must be 1 for engines of several devices, which have them to themselves"
+        yield problem(c, "rollout.engines_per_device", message, "lower one of them", "rollout.tensor_parallel_size")
+    elif rollout.engines_per_device > rollout.num_replicas:
+        message = f"must be at most rollout.num_replicas = {rollout.num_replicas}, the engines that there are"
+        yield problem(c, "rollout.engines_per_device", message, "change one of them", "rollout.num_replicas")
     limits = f"must be at least {' + '.join(_LIMITS)} = {longest}"
     if 0 < rollout.max_model_len < longest:
         yield problem(c, "rollout.max_model_len", f"{limits}, or 0 to follow them", "raise it or lower those", *_LIMITS)

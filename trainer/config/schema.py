@@ -270,6 +270,10 @@ class RolloutConfig:
     """Independent engines."""
     tensor_parallel_size: PositiveInt = 1
     """Devices per engine."""
+    engines_per_device: PositiveInt = 1
+    """Engines that compute on one device, if `tensor_parallel_size=1`. What an engine does for each token on the CPU is
+    the work of one process: with a small model and hundreds of responses it takes longer than the device does, and two
+    or four engines generate faster than one. They divide `gpu_memory_utilization`. Not on `cpu`."""
     num_workers: PositiveInt = 1
     """Rollout worker processes (CPU) that drive the engines and run rewards."""
     temperature: Annotated[Float, Ge(0.01), Le(2)] = 1.0
@@ -312,7 +316,7 @@ class RolloutConfig:
     of them, and idles until there is a new group; their tokens so far are computed again. null never moves a
     request."""
     gpu_memory_utilization: PositiveFraction = 0.85
-    """Fraction of device memory for an engine (accelerators)."""
+    """Fraction of device memory for the engines on it (accelerators)."""
     kv_cache_gib: PositiveFloat = 1.0
     """KV cache of an engine on `cpu`, GiB."""
     enforce_eager: Bool = False
@@ -333,6 +337,11 @@ class RolloutConfig:
     unless it is paused or asleep; a rollout worker is lost after half of it. Lost ones are killed and restarted."""
     engine_args: dict[Name, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, passed unchanged; not those that have a key or that a run relies on."""
+
+    @property
+    def num_devices(self) -> int:
+        """Accelerators of all engines."""
+        return -(-self.num_replicas * self.tensor_parallel_size // self.engines_per_device)
 
 
 @section

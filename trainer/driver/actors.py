@@ -245,8 +245,9 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         tensor_parallel_size=rollout.tensor_parallel_size,
         max_model_len=rollout.max_model_len if rollout.max_model_len else longest_sequence(cfg),
         max_num_seqs=num_seats(rollout),
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        kv_cache_gib=rollout.kv_cache_gib,
+        gpu_memory_utilization=rollout.gpu_memory_utilization / rollout.engines_per_device,
+        # Engines that start on one device at the same time cannot measure what is left for their caches.
+        kv_cache_gib=rollout.kv_cache_gib if backend.name == "cpu" or rollout.engines_per_device > 1 else None,
         num_threads=cfg.device.cpu_threads,
         enforce_eager=rollout.enforce_eager,
         stream_interval=rollout.stream_interval,

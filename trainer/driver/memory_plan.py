@@ -441,14 +441,16 @@ def _compute_share(cfg: RunConfig, num_params: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Of one device of an engine."""
+    """Of one device with engines."""
 
     items: Items
+    """Of all engines on it."""
     is_staged: bool
     staging_fits: bool
     kv_bytes: int
-    """Room for the cache; negative if not even the weights fit."""
+    """Room for the cache of an engine; negative if not even the weights fit."""
     kv_tokens: int
+    """Of an engine, as all below."""
     max_kv_tokens: int
     """If the workspace is half as large as assumed."""
     longest_tokens: int
@@ -470,6 +472,7 @@ def workspace_bytes(device: Device) -> int:
 def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMemory:
     """The engine takes its share of the device; the staging buffer of a staged commit must fit into the rest."""
     rollout, commit = cfg.rollout, cfg.weight_sync.commit
+    num_engines = 1 if device.is_shared else rollout.engines_per_device
     tp, b = rollout.tensor_parallel_size, DTYPE_BYTES[cfg.model.rollout_dtype]
     weights, buffer = -(-shape.num_params * b // tp), -(-shape.num_trained_params * b // tp)
     if device.is_shared:  # the cache has its own size
@@ -477,18 +480,18 @@ def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMe
         free = device.total_bytes - weights - kv_bytes
     else:
         own_bytes, workspace = int(rollout.gpu_memory_utilization * device.total_bytes), workspace_bytes(device)
-        kv_bytes = own_bytes - weights - workspace
-        free = device.total_bytes - own_bytes
+        kv_bytes = own_bytes // num_engines - weights - workspace
+        free = (device.total_bytes - own_bytes) // num_engines
     fits = buffer <= (STAGING_HEADROOM * free if commit == "auto" else free)
     is_staged = commit == "staged" or (commit == "auto" and fits)
     items = [
-        MemoryItem("weights", weights, "rollout.tensor_parallel_size: more devices per engine"),
-        _estimate("workspace (assumed)", workspace, "rollout.engine_args"),
-        MemoryItem("KV cache", max(0, kv_bytes), "rollout.gpu_memory_utilization"),
+        MemoryItem("weights", num_engines * weights, "rollout.tensor_parallel_size: more devices per engine"),
+        _estimate("workspace (assumed)", num_engines * workspace, "rollout.engine_args"),
+        MemoryItem("KV cache", num_engines * max(0, kv_bytes), "rollout.gpu_memory_utilization"),
     ]
     if is_staged:
         hint = "weight_sync.commit=inplace, or a lower rollout.gpu_memory_utilization"
-        items.append(MemoryItem("staging buffer of a staged commit", buffer, hint))
+        items.append(MemoryItem("staging buffer of a staged commit", num_engines * buffer, hint))
     per_token = shape.kv_bytes_per_token(tensor_parallel_size=tp, dtype_bytes=b)
     longest = cfg.task.max_prompt_tokens + rollout.max_response_tokens
     return EngineMemory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,8 @@ ROLLOUT_WORKER_CPUS = 0.5  # they mostly wait, so two share a core
 RESTARTED = "_restart_"
 """In the name of a restarted actor, between the original name and the number of the restart."""
 SIZES = "learner.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size"
-_ROUNDING = 1e-6  # Ray counts ten-thousandths of resources, whose float sums are not exact
+PARTS = "learner.num_ranks + rollout.num_replicas / rollout.engines_per_device"
+ROUNDING = 1e-6  # Ray counts ten-thousandths of resources, whose float sums are not exact
 
 Bundle = Mapping[str, float]
 """What one actor takes of its node, by Ray's names: {"CPU": 1, "GPU": 4}."""
@@ -53,7 +55,7 @@ class Placement:
     @property
     def num_devices(self) -> int:
         """Accelerators; 0 on a backend whose devices are not a Ray resource."""
-        return int(sum(sum(bundle.values()) - bundle["CPU"] for bundle in self.bundles.values()))
+        return math.ceil(sum(sum(bundle.values()) - bundle["CPU"] for bundle in self.bundles.values()) - ROUNDING)
 
     def options(self, name: str) -> dict[str, Any]:
         """Keyword arguments for `actor.options(...)`. A restarted engine gets those of the one it replaces."""
@@ -85,16 +87,20 @@ def plan_placement(cfg: RunConfig, *, resource: str | None) -> Placement:
     """`resource` is Ray's name of a device, None for plain CPUs. Raises ConfigurationError if learners and engines
     cannot share devices in these numbers."""
     replicas, tp, threads = cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size, cfg.device.cpu_threads
+    at_once = cfg.rollout.engines_per_device
     shared: list[list[str]] = []
     if resource is None:
         learner, engine = {"CPU": threads}, {"CPU": threads * tp}
     else:
         if unpaired := list(pairing_problems(cfg)):
             raise ConfigurationError(unpaired)
-        learner, engine = {"CPU": 1, resource: 1}, {"CPU": 1, resource: tp}
+        learner, engine = {"CPU": 1, resource: 1}, {"CPU": 1, resource: tp if at_once == 1 else 1 / at_once}
         if cfg.mode.shares_devices:
             engine = {"CPU": 1}  # Ray counts the learner alone: it knows no actor with halves of several devices
-            shared = [[*(f"learner_{rank}" for rank in ranks_of(i, cfg)), f"replica_{i}"] for i in range(replicas)]
+            shared = [
+                [*(f"learner_{rank}" for rank in ranks_of(i, cfg)), *(f"replica_{i + k}" for k in range(at_once))]
+                for i in range(0, replicas, at_once)
+            ]
     bundles: dict[str, Bundle] = {
         **{f"learner_{rank}": learner for rank in range(cfg.learner.num_ranks)},
         **{f"replica_{index}": engine for index in range(replicas)},
@@ -106,16 +112,19 @@ def plan_placement(cfg: RunConfig, *, resource: str | None) -> Placement:
 
 def ranks_of(replica: int, cfg: RunConfig) -> range:
     """Learner ranks whose devices an engine shares."""
-    tp = cfg.rollout.tensor_parallel_size
-    return range(replica * tp, (replica + 1) * tp)
+    tp, first = cfg.rollout.tensor_parallel_size, replica // cfg.rollout.engines_per_device
+    return range(first * tp, (first + 1) * tp)
 
 
 def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_devices: int, where: str) -> None:
     """Raises ConfigurationError if the run needs more accelerators than `where` (this host, the cluster) has."""
     if placement.num_devices <= num_devices:
         return
-    ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
-    key, value = SIZES, f"{ranks} + {replicas} * {tp} = {placement.num_devices}"
+    ranks, rollout = cfg.learner.num_ranks, cfg.rollout
+    value = f"{ranks} + {rollout.num_replicas} * {rollout.tensor_parallel_size} = {placement.num_devices}"
+    key = SIZES
+    if rollout.engines_per_device > 1:
+        key, value = PARTS, f"{ranks} + {rollout.num_replicas} / {rollout.engines_per_device} = {placement.num_devices}"
     if placement.is_paired:
         key, value = "learner.num_ranks", str(ranks)
     message = f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}"
@@ -126,7 +135,7 @@ def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_device
 def check_cpus(cfg: RunConfig, placement: Placement) -> None:
     """Raises ConfigurationError if the private cluster has fewer CPUs than the actors take: some would never start."""
     needed, num_cpus = placement.num_cpus, cfg.ray.num_cpus
-    if 0 < num_cpus < needed - _ROUNDING:
+    if 0 < num_cpus < needed - ROUNDING:
         message = f"must be at least {needed:g}, the number that all actors take together, or 0 to use that number"
         hint = "CPUs are only counted: raise it, leave it out, or ask for fewer ranks, replicas or workers"
         raise ConfigurationError([problem(cfg, "ray.num_cpus", message, hint)])
@@ -219,7 +228,7 @@ def kind_of(name: str) -> str:
 
 
 def _covers(free: Bundle, bundle: Bundle) -> bool:
-    return all(free.get(name, 0.0) >= amount - _ROUNDING for name, amount in bundle.items())
+    return all(free.get(name, 0.0) >= amount - ROUNDING for name, amount in bundle.items())
 
 
 def _does_not_fit(bundles: Mapping[str, Bundle], nodes: Sequence[Node]) -> Problem:
@@ -257,10 +266,12 @@ def describe_idle_devices(
 
     Example: `8 of 24 GPU; 3 on 10.0.0.1, 6 on 10.0.0.2, 7 on 10.0.0.3 stay idle`
     """
-    idle = Counter({node.node_id: round(node.resources.get(resource, 0.0)) for node in nodes})
-    total = idle.total()
+    taken = Counter[str]()
     for name, node_id in chosen.items():
-        idle[node_id] -= round(bundles[name].get(resource, 0.0))
+        taken[node_id] += bundles[name].get(resource, 0.0)  # pyright: ignore[reportArgumentType]
+    has = {node.node_id: round(node.resources.get(resource, 0.0)) for node in nodes}
+    idle = Counter({node_id: number - math.ceil(taken[node_id] - ROUNDING) for node_id, number in has.items()})
+    total = sum(has.values())
     places = ", ".join(f"{idle[node.node_id]} on {node.address}" for node in nodes if idle[node.node_id] > 0)
     return f"{total - idle.total()} of {total} {resource}; {places} stay idle" if places else None
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from rollout.agent.loop import AgentLoop
     from rollout.types import Prompt
-    from trainer.config.schema import RunConfig
+    from trainer.config.schema import RolloutConfig, RunConfig
     from weight_sync.device.base import Backend
 
 log = logging.getLogger(__name__)
@@ -113,21 +113,29 @@ def recheck_resume(cfg: RunConfig, checked: PreflightResult, checkpoints: Path) 
     return replace(checked, resumed=resumed)
 
 
-def seats_here(cfg: RunConfig, checked: PreflightResult) -> Seats:
-    """Of an engine. Its cache is planned if its model and its devices are on this host. Blocks for seconds."""
-    kv_tokens = None
+def size_engines(cfg: RunConfig, checked: PreflightResult) -> tuple[RolloutConfig, Seats]:
+    """The seats of an engine, and `cfg.rollout` with them and with the caches of engines that share a device. A cache is
+    planned if the model and the devices are on this host. Blocks for seconds. Raises ConfigurationError."""
+    memory, rollout = None, cfg.rollout
     model, backend = checked.models["model.path"].config, checked.backend
-    if cfg.rollout.max_num_seqs == "auto" and model is not None and backend.unavailable_reason() is None:
-        from trainer.driver.memory_plan import Device, engine_memory, model_shape
+    plans_cache = rollout.engines_per_device > 1 and backend.ray_resource is not None
+    is_needed = plans_cache or rollout.max_num_seqs == "auto"
+    if is_needed and model is not None and backend.unavailable_reason() is None:
+        from trainer.driver.memory_plan import GIB, Device, engine_memory, model_shape
 
         device = Device(backend.name, backend.device_bytes(), is_shared=backend.ray_resource is None)
         with contextlib.suppress(ModelError):  # the learner reports it
             memory = engine_memory(cfg, model_shape(cfg.model, model), device)
-            kv_tokens = None if memory.uncounted else memory.kv_tokens
-    inputs = checked.inputs
-    return engine_seats(
+            rollout = replace(rollout, kv_cache_gib=max(0, memory.kv_bytes) / GIB) if plans_cache else rollout
+    if plans_cache and (memory is None or memory.max_kv_tokens < memory.longest_tokens):
+        message = "leaves each of them no cache for the longest sequence" if memory else "needs model and devices here"
+        hint = "use fewer, or raise rollout.gpu_memory_utilization" if memory else "use 1: an engine measures its cache"
+        raise ConfigurationError([problem(cfg, "rollout.engines_per_device", message, hint)])
+    inputs, kv_tokens = checked.inputs, None if memory is None or memory.uncounted else memory.kv_tokens
+    seats = engine_seats(
         cfg, prompt_tokens=inputs.prompt_tokens, num_evaluated=inputs.num_evaluated(cfg), kv_tokens=kv_tokens
     )
+    return replace(rollout, max_num_seqs=seats.number), seats
 
 
 def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:

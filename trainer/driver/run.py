@@ -29,7 +29,7 @@ from trainer.driver.cluster import Cluster
 from trainer.driver.datasets import make_source
 from trainer.driver.evaluation import pinned_versions
 from trainer.driver.loops import TrainingRun
-from trainer.driver.preflight import PreflightResult, log_inputs, preflight, recheck_resume, seats_here
+from trainer.driver.preflight import PreflightResult, log_inputs, preflight, recheck_resume, size_engines
 from trainer.driver.state import RunState
 from trainer.errors import CheckpointError, ConfigurationError, ModelError, first_cause, note_log, one_line
 from trainer.learner import checkpoint
@@ -145,7 +145,7 @@ class Driver:
     async def _work(self) -> None:
         cfg, progress = self._cfg, self._telemetry.progress
         model = asyncio.create_task(ensure_model(cfg), name="model")
-        planning = asyncio.create_task(asyncio.to_thread(seats_here, cfg, self._checked), name="seats")
+        planning = asyncio.create_task(asyncio.to_thread(size_engines, cfg, self._checked), name="seats")
         try:
             with start_phase(progress, self._telemetry.tracer, "starting Ray"):
                 known = {
@@ -157,8 +157,8 @@ class Driver:
                 self._checked = replace(self._checked, placement=cluster.placement)
                 self._listen()  # Ray has installed a SIGTERM handler that ends the process
             try:
-                seats = await planning
-                self._cfg = replace(cfg, rollout=replace(cfg.rollout, max_num_seqs=seats.number))
+                rollout, seats = await planning
+                self._cfg = replace(cfg, rollout=rollout)
                 if seats.why:
                     progress.note(f"engines: {seats}")
                 await self._with_cluster(model)

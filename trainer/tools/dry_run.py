@@ -13,7 +13,7 @@ from trainer.config.describe import describe_run
 from trainer.config.schema import LoraConfig
 from trainer.driver.memory_plan import GIB, Device, MemoryItem, gib, min_bytes, model_shape, total, workspace_bytes
 from trainer.driver.models import TEACHER
-from trainer.driver.placement import Node, assign_nodes, check_fits, kind_of, plan_placement, ranks_of
+from trainer.driver.placement import ROUNDING, Node, assign_nodes, check_fits, kind_of, plan_placement, ranks_of
 from trainer.driver.preflight import check_inputs, preflight
 from trainer.errors import ConfigurationError, ModelError, Problem
 from trainer.tools.run_plan import (
@@ -57,6 +57,10 @@ def format_plan(plan: RunPlan, cfg: RunConfig, *, placement: Sequence[str] = ())
 
 def _placement(plan: RunPlan, cfg: RunConfig, by_node: Sequence[str]) -> list[str]:
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
+    per_device = cfg.rollout.engines_per_device
+    engines = f"{replicas} x {tp} = {replicas * tp}" if per_device == 1 else f"{replicas}, {per_device} on each of"
+    if per_device > 1:
+        engines += f" {cfg.rollout.num_devices}"
     shape, what = plan.shape, "processes on the CPU" if plan.device.is_shared else "devices"
     if plan.is_paired:
         what += " shared with the engines"
@@ -64,7 +68,7 @@ def _placement(plan: RunPlan, cfg: RunConfig, by_node: Sequence[str]) -> list[st
     return [
         "Placement",
         f"  learner         {ranks} {what}, one FSDP2 rank each",
-        f"  engines         {replicas} x {tp} = {replicas * tp} {'of the same devices' if plan.is_paired else what}",
+        f"  engines         {engines} {'of the same devices' if plan.is_paired else what}",
         f"  rollout workers {cfg.rollout.num_workers} processes on the CPU",
         f"  device          {plan.device.name}: {gib(plan.device.total_bytes)}"
         + (", shared by all" if plan.device.is_shared else " each"),
@@ -76,6 +80,7 @@ def _placement(plan: RunPlan, cfg: RunConfig, by_node: Sequence[str]) -> list[st
 
 def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     engine, items, ranks = plan.engine, plan.engine.items, cfg.learner.num_ranks
+    num_engines = 1 if plan.device.is_shared else cfg.rollout.engines_per_device
     titles = "Per learner device", f"Per engine device (commit: {'staged' if engine.is_staged else 'in place'})"
     if plan.is_paired:
         titles = "Per device in the learner's turn", "Per device in the engine's turn"
@@ -91,11 +96,15 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
         *_table(titles[0], plan.learner, plan),
         *_micro_batches(plan, cfg),
         *_table(titles[1], items, plan),
-        f"  The cache holds {engine.kv_tokens:,} tokens; {wanted} may be wanted: {full}.{tight}",
+        f"  The cache{'' if num_engines == 1 else ' of each engine'} holds {engine.kv_tokens:,} tokens; {wanted} may be "
+        f"wanted: {full}.{tight}",
     ]
     if not plan.device.is_shared:
         workspace = gib(workspace_bytes(plan.device))
-        lines.append(f"  Assumed workspace of the engine: {workspace}; it measures its own at the start.")
+        if num_engines == 1:
+            lines.append(f"  Assumed workspace of the engine: {workspace}; it measures its own at the start.")
+        else:
+            lines.append(f"  Assumed workspace of each engine: {workspace}; its cache is as planned here.")
     if engine.uncounted:
         names = ", ".join(f"rollout.engine_args.{name}" for name in engine.uncounted)
         lines.append(
@@ -239,7 +248,7 @@ def describe_placement(cfg: RunConfig, counts: Sequence[int], *, backend: str, r
     bundles, lines = placement.bundles, [head]
     for node, count in zip(nodes, counts, strict=True):
         names = [name for name in bundles if chosen[name] == node.node_id]
-        free = count - round(sum(bundles[name].get(resource, 0.0) for name in names))
+        free = count - math.ceil(sum(bundles[name].get(resource, 0.0) for name in names) - ROUNDING)
         devices = f"{count} device{'' if count == 1 else 's'}"
         lines.append(f"  {node.address} ({devices}): {_who(names, cfg, is_paired=placement.is_paired)}; {free} free")
     return PlacementPlan(lines=tuple(lines), node_of=chosen)

@@ -244,7 +244,7 @@ def sync_traffic(
     readers = Counter(rank for stage in stages if not stage.via for rank in stage.ranks)
     return SyncTraffic(
         version_bytes=version_bytes,
-        device_bytes=-(-version_bytes // tp),
+        device_bytes=-(-version_bytes // tp) * cfg.rollout.engines_per_device,
         rank_bytes=-(-version_bytes * max(readers.values()) // (tp * num_ranks)),
         relays=any(route.predecessors for route in routes.values()),
         pairs=_pairs(cfg.weight_sync.transport, collective, learners, {one.name: one.node for one in parties}, routes),
@@ -314,11 +314,10 @@ def _work(
     operations of the learner."""
     trained = cfg.trainer.groups_per_step * cfg.rollout.group_size
     generated = cfg.trainer.groups_per_step * group_size
-    engine_devices = cfg.rollout.num_replicas * cfg.rollout.tensor_parallel_size
     forward = FORWARD * (shape.num_active_params + shape.num_adapter_params)
     return StepWork(
         learner_flops=per_token * trained * (prompt_tokens + mean) / cfg.learner.num_ranks,
-        engine_flops=forward * generated * mean / engine_devices,
+        engine_flops=forward * generated * mean / cfg.rollout.num_devices,
     )
 
 

@@ -132,7 +132,7 @@ class RunFacts:
     def num_devices(self) -> int:
         if self.cfg.mode.shares_devices:
             return self.cfg.learner.num_ranks
-        return self.cfg.learner.num_ranks + self.cfg.rollout.num_replicas * self.cfg.rollout.tensor_parallel_size
+        return self.cfg.learner.num_ranks + self.cfg.rollout.num_devices
 
     @property
     def max_groups(self) -> int:

@@ -239,13 +239,14 @@ def test_seats_are_those_that_the_cache_of_this_host_is_planned_to_have() -> Non
     """512 responses of 4 tokens may be in flight; a MiB holds a thousand tokens of this model."""
     cfg = tiny("rollout.max_num_seqs=auto", "rollout.group_size=4", "rollout.kv_cache_gib=0.001")
     checked = preflight.preflight(cfg)
-    small = preflight.seats_here(cfg, checked)
+    rollout, small = preflight.size_engines(cfg, checked)
+    assert rollout == replace(cfg.rollout, max_num_seqs=small.number)
     assert small.number < 512 and "its cache of 1,048 tokens" in small.why
     roomy = replace(cfg, rollout=replace(cfg.rollout, kv_cache_gib=0.1))
-    assert preflight.seats_here(roomy, checked) == (512, "all 512 that may be in flight")
+    assert preflight.size_engines(roomy, checked)[1] == (512, "all 512 that may be in flight")
     elsewhere = SimpleNamespace(unavailable_reason=lambda: "the device is on other nodes")
-    assert preflight.seats_here(cfg, replace(checked, backend=elsewhere)).number == 512
-    assert preflight.seats_here(tiny(), checked) == (128, "")
+    assert preflight.size_engines(cfg, replace(checked, backend=elsewhere))[1].number == 512
+    assert preflight.size_engines(tiny(), checked)[1] == (128, "")
 
 
 def test_a_private_cluster_with_fewer_cpus_than_its_actors_take_is_refused() -> None:

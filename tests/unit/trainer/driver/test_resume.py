@@ -254,7 +254,7 @@ class Start:
             (run_module, "_start_cluster", self._step("start_cluster", cluster)),
             (run_module, "start_actors", self._step("start_actors")),
             (run_module, "ensure_model", nothing),
-            (run_module, "seats_here", lambda *_: SimpleNamespace(number=1, why="")),
+            (run_module, "size_engines", lambda cfg, _: (cfg.rollout, SimpleNamespace(number=1, why=""))),
             (run_module.compose, "create_actors", self._step("create_actors", (actors, None))),
             (run_module.compose, "make_coordinator", lambda *_: coordinator),
             (run_module.compose, "make_devices", lambda *_: devices),
