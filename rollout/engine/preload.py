@@ -16,6 +16,7 @@ MODULES = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.executor.multiproc_executor",
     "vllm.model_executor.models.registry",
+    "torch._inductor.fx_passes.joint_graph",  # vLLM initializes its patterns at the end of every start
     "weight_sync.receive.receiver",  # not the extension itself, whose import has an effect
 )
 

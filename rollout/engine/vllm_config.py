@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from weight_sync.vllm.compat import engine_lora_rank
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from vllm.config import VllmConfig
 
@@ -138,7 +143,16 @@ def known_end_tokens(stop: set[int], vocab_size: int) -> list[int]:
     return sorted(stop.difference(unknown))
 
 
-def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
+def vllm_sampling(params: SamplingParams, stop_token_ids: Sequence[int]) -> Any:
+    """Those of one request. vLLM's checks of the values take longer than all else that starts a request, so requests
+    that differ in their seeds alone are checked once."""
+    made = copy.copy(_checked_sampling(replace(params, seed=None, num_prefix_tokens=0), tuple(stop_token_ids)))
+    made.seed = params.seed
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def _checked_sampling(params: SamplingParams, stop_token_ids: tuple[int, ...]) -> Any:
     """Text is decoded only where there are stop strings, and of every token, so that the response has them all."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VllmParams
@@ -148,9 +162,8 @@ def vllm_sampling(params: SamplingParams, stop_token_ids: list[int]) -> Any:
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
-        seed=params.seed,
         ignore_eos=params.ignore_eos,
-        stop_token_ids=None if params.ignore_eos else stop_token_ids,
+        stop_token_ids=None if params.ignore_eos else list(stop_token_ids),
         stop=list(params.stop),
         include_stop_str_in_output=True,
         skip_special_tokens=False,

@@ -22,7 +22,8 @@ fi
 case $devices in
   0) here=(device=cpu trainer.total_steps=4 trainer.groups_per_step=4 rollout.group_size=4 rollout.max_response_tokens=16
        task.eval_size=16 trainer.eval_every=4
-       rollout.num_replicas=1 rollout.engines_per_device=1 rollout.kv_cache_gib=0.5 rollout.enforce_eager=true checkpoint.every_steps=0) ;;
+       rollout.num_replicas=1 rollout.engines_per_device=1 rollout.num_workers=1
+       rollout.kv_cache_gib=0.5 rollout.enforce_eager=true checkpoint.every_steps=0) ;;
   1) here=() ;;
   *) here=(mode=async rollout.gpu_memory_utilization=0.9) ;;
 esac

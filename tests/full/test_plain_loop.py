@@ -150,9 +150,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_cache: Path) -> Story:
         await ensure_model(cfg)
         cluster = await asyncio.to_thread(Cluster.start, cfg, checked.placement, checked.backend)
         try:
-            actors, _ = await compose.create_actors(cfg, checked.placement, checked.backend, version=0)
+            learner, _ = await compose.create_learner(cfg, checked.placement, checked.backend)
+            engines = compose.create_engines(cfg, checked.placement, checked.backend, version=0)
+            actors = compose.Actors(learner=learner, engines=engines, workers=[])
             try:
-                await start_actors(cfg, actors, None, Tracer(None))
+                await start_actors(cfg, actors, None, Tracer(None), in_turns=False)
                 await plain_loop(cfg, checked, actors, story)
                 await actors.learner.export_hf(folder / "export")
             finally:

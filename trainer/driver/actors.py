@@ -82,11 +82,9 @@ async def _close(actor: Any, name: str, timeout_s: float) -> None:
         ray.kill(actor)
 
 
-async def create_actors(
-    cfg: RunConfig, placement: Placement, backend: Backend, *, version: int
-) -> tuple[Actors, Placement]:
-    """Create learner and engines, which begin to import their libraries; the model need not be there yet. Engines that
-    share devices wait until Ray has assigned these to the learners; the returned placement has them."""
+async def create_learner(cfg: RunConfig, placement: Placement, backend: Backend) -> tuple[LearnerGroup, Placement]:
+    """Create the learner, which begins to import its libraries; the model need not be there yet. Where engines share
+    its devices, it waits until Ray has assigned them: the returned placement has them."""
     # Chosen once, here: a learner's node might find another kind of device.
     learner_cfg = replace(cfg.learner, fp32_head=float32_head(cfg, backend))
     own = replace(for_actors(cfg), device=replace(cfg.device, name=backend.name), learner=learner_cfg)
@@ -97,13 +95,19 @@ async def create_actors(
         for rank in range(cfg.learner.num_ranks)
     ]
     learner = LearnerGroup(ranks, timeout_s=cfg.learner.timeout_s, ranks_per_batch=cfg.learner.ranks_per_batch)
-    replicas = [f"replica_{index}" for index in range(cfg.rollout.num_replicas)]
     if placement.is_paired and backend.visible_devices_var is not None:
         ids = await learner.device_ids()
-        shared = {name: tuple(ids[rank] for rank in ranks_of(i, cfg)) for i, name in enumerate(replicas)}
+        shared = {
+            f"replica_{i}": tuple(ids[rank] for rank in ranks_of(i, cfg)) for i in range(cfg.rollout.num_replicas)
+        }
         placement = replace(placement, engine_devices=shared)
-    engines = {name: new_engine(cfg, placement, backend, name=name, version=version) for name in replicas}
-    return Actors(learner=learner, engines=engines, workers=[]), placement
+    return learner, placement
+
+
+def create_engines(cfg: RunConfig, placement: Placement, backend: Backend, *, version: int) -> dict[str, Any]:
+    """Create the engines, which need sizes (`size_engines`) and not the model, by their names."""
+    replicas = (f"replica_{index}" for index in range(cfg.rollout.num_replicas))
+    return {name: new_engine(cfg, placement, backend, name=name, version=version) for name in replicas}
 
 
 def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
@@ -246,8 +250,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         max_model_len=rollout.max_model_len if rollout.max_model_len else longest_sequence(cfg),
         max_num_seqs=num_seats(rollout),
         gpu_memory_utilization=rollout.gpu_memory_utilization / rollout.engines_per_device,
-        # Engines that start on one device at the same time cannot measure what is left for their caches.
-        kv_cache_gib=rollout.kv_cache_gib if backend.name == "cpu" or rollout.engines_per_device > 1 else None,
+        kv_cache_gib=rollout.kv_cache_gib,
         num_threads=cfg.device.cpu_threads,
         enforce_eager=rollout.enforce_eager,
         stream_interval=rollout.stream_interval,
@@ -376,9 +379,14 @@ def _tokenizer_path(cfg: RunConfig) -> str:
 TRACE_ROW = "start"
 
 
-async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | None, tracer: Tracer) -> None:
-    """Load models into learner and engines concurrently, and start the reward processes. On shared devices engines only
-    import their libraries until the learner is ready and has left, since they measure what memory is free.
+async def start_actors(
+    cfg: RunConfig, actors: Actors, resumed: ResumePoint | None, tracer: Tracer, *, in_turns: bool
+) -> None:
+    """Load models into learner and engines concurrently, and start the reward processes.
+
+    Args:
+        in_turns: engines only import their libraries until the learner is ready, and has left their devices if it
+            does not stay there.
 
     Raises:
         TimeoutError: not all were ready within `trainer.startup_timeout_s`.
@@ -415,12 +423,17 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
         await call(actor.prepare.remote(), timeout_s=limit_s, who=name, what="import", hint=hint)
 
     async def engines() -> None:
-        if cfg.mode.shares_devices:
-            await prepared
-            await learner_ready
-            if not actors.learner.stays:
-                await actors.learner.offload()
-        await gather_or_cancel(engine(name, actor) for name, actor in actors.engines.items())
+        async def started() -> None:
+            await gather_or_cancel(engine(name, actor) for name, actor in actors.engines.items())
+
+        if not in_turns:
+            await started()
+        await prepared
+        await learner_ready
+        if cfg.mode.shares_devices and not actors.learner.stays:
+            await actors.learner.offload()
+        if in_turns:
+            await started()
 
     async def worker(name: str, actor: Any) -> None:
         await start_actor(actor, name, timeout_s=limit_s)
@@ -429,7 +442,7 @@ async def start_actors(cfg: RunConfig, actors: Actors, resumed: ResumePoint | No
     try:
         async with asyncio.timeout(limit_s):
             learner_ready = asyncio.ensure_future(learner())
-            early = actors.engines.items() if cfg.mode.shares_devices else ()
+            early = actors.engines.items() if in_turns else ()
             prepared = asyncio.ensure_future(gather_or_cancel(prepare(name, actor) for name, actor in early))
             workers = [worker(f"rollout_worker_{i}", actor) for i, actor in enumerate(actors.workers)]
             await gather_or_cancel([learner_ready, prepared, engines(), *workers])

@@ -240,6 +240,15 @@ def learner_items(
     return tuple(items)
 
 
+def stays_for_sure(cfg: RunConfig, shape: ModelShape, device: Device) -> bool:
+    """Whether the learner stays beside its engines, even if it needs a tenth of the device more than planned."""
+    if cfg.mode.offload == "always" or cfg.algorithm.uses_critic or cfg.algorithm.kl.reference_model is not None:
+        return False
+    reference = shape if cfg.algorithm.kl.coef > 0 and not shape.num_adapter_params else None
+    more = replace(cfg.rollout, gpu_memory_utilization=min(1.0, cfg.rollout.gpu_memory_utilization + 0.1))
+    return planned_fit(replace(cfg, rollout=more), shape, device, reference, None).stays
+
+
 def planned_fit(
     cfg: RunConfig, shape: ModelShape, device: Device, reference: ModelShape | None, critic: ModelShape | None
 ) -> Fit:
@@ -475,12 +484,13 @@ def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMe
     num_engines = 1 if device.is_shared else rollout.engines_per_device
     tp, b = rollout.tensor_parallel_size, DTYPE_BYTES[cfg.model.rollout_dtype]
     weights, buffer = -(-shape.num_params * b // tp), -(-shape.num_trained_params * b // tp)
+    given = int((1.0 if rollout.kv_cache_gib is None else rollout.kv_cache_gib) * GIB)
     if device.is_shared:  # the cache has its own size
-        workspace, kv_bytes = 0, int(rollout.kv_cache_gib * GIB)
+        workspace, kv_bytes = 0, given
         free = device.total_bytes - weights - kv_bytes
     else:
         own_bytes, workspace = int(rollout.gpu_memory_utilization * device.total_bytes), workspace_bytes(device)
-        kv_bytes = own_bytes // num_engines - weights - workspace
+        kv_bytes = own_bytes // num_engines - weights - workspace if rollout.kv_cache_gib is None else given
         free = (device.total_bytes - own_bytes) // num_engines
     fits = buffer <= (STAGING_HEADROOM * free if commit == "auto" else free)
     is_staged = commit == "staged" or (commit == "auto" and fits)

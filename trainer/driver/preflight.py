@@ -14,7 +14,7 @@ import socket
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.agent.runner import make_loop
 from rollout.errors import PluginError
@@ -113,29 +113,40 @@ def recheck_resume(cfg: RunConfig, checked: PreflightResult, checkpoints: Path) 
     return replace(checked, resumed=resumed)
 
 
-def size_engines(cfg: RunConfig, checked: PreflightResult) -> tuple[RolloutConfig, Seats]:
-    """The seats of an engine, and `cfg.rollout` with them and with the caches of engines that share a device. A cache is
-    planned if the model and the devices are on this host. Blocks for seconds. Raises ConfigurationError."""
-    memory, rollout = None, cfg.rollout
-    model, backend = checked.models["model.path"].config, checked.backend
-    plans_cache = rollout.engines_per_device > 1 and backend.ray_resource is not None
-    is_needed = plans_cache or rollout.max_num_seqs == "auto"
-    if is_needed and model is not None and backend.unavailable_reason() is None:
-        from trainer.driver.memory_plan import GIB, Device, engine_memory, model_shape
+class EngineSizes(NamedTuple):
+    rollout: RolloutConfig
+    """With numbers for `max_num_seqs`, and for `kv_cache_gib` unless each engine measures its own."""
+    seats: Seats
+    in_turns: bool
+    """Learner and engines cannot start at the same time: on a device that they share there may be no room for both."""
 
-        device = Device(backend.name, backend.device_bytes(), is_shared=backend.ray_resource is None)
+
+def size_engines(cfg: RunConfig, checked: PreflightResult) -> EngineSizes:
+    """Caches are planned if the model and the devices are on this host. Blocks for seconds. Raises ConfigurationError if
+    there must be a plan and is none."""
+    memory, rollout, has_devices = None, cfg.rollout, checked.backend.ray_resource is not None
+    model, backend, shares = checked.models["model.path"].config, checked.backend, cfg.mode.shares_devices
+    in_turns = shares and has_devices
+    if (in_turns or rollout.engines_per_device > 1 or rollout.max_num_seqs == "auto") and (
+        model is not None and backend.unavailable_reason() is None
+    ):
+        from trainer.driver.memory_plan import GIB, Device, engine_memory, model_shape, stays_for_sure
+
+        device = Device(backend.name, backend.device_bytes(), is_shared=not has_devices)
         with contextlib.suppress(ModelError):  # the learner reports it
-            memory = engine_memory(cfg, model_shape(cfg.model, model), device)
-            rollout = replace(rollout, kv_cache_gib=max(0, memory.kv_bytes) / GIB) if plans_cache else rollout
-    if plans_cache and (memory is None or memory.max_kv_tokens < memory.longest_tokens):
-        message = "leaves each of them no cache for the longest sequence" if memory else "needs model and devices here"
-        hint = "use fewer, or raise rollout.gpu_memory_utilization" if memory else "use 1: an engine measures its cache"
-        raise ConfigurationError([problem(cfg, "rollout.engines_per_device", message, hint)])
+            shape = model_shape(cfg.model, model)
+            memory, in_turns = engine_memory(cfg, shape, device), in_turns and not stays_for_sure(cfg, shape, device)
+    if has_devices and (rollout.engines_per_device > 1 or (shares and not in_turns)):
+        if memory is None or memory.kv_tokens < memory.longest_tokens:
+            message = "leaves each no cache for the longest sequence" if memory else "needs the model and devices here"
+            hint = "use fewer, or raise rollout.gpu_memory_utilization" if memory else "use 1: it measures its cache"
+            raise ConfigurationError([problem(cfg, "rollout.engines_per_device", message, hint)])
+        rollout = replace(rollout, kv_cache_gib=memory.kv_bytes / GIB)
     inputs, kv_tokens = checked.inputs, None if memory is None or memory.uncounted else memory.kv_tokens
     seats = engine_seats(
         cfg, prompt_tokens=inputs.prompt_tokens, num_evaluated=inputs.num_evaluated(cfg), kv_tokens=kv_tokens
     )
-    return replace(rollout, max_num_seqs=seats.number), seats
+    return EngineSizes(replace(rollout, max_num_seqs=seats.number), seats, in_turns)
 
 
 def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:

@@ -29,7 +29,7 @@ from trainer.driver.cluster import Cluster
 from trainer.driver.datasets import make_source
 from trainer.driver.evaluation import pinned_versions
 from trainer.driver.loops import TrainingRun
-from trainer.driver.preflight import PreflightResult, log_inputs, preflight, recheck_resume, size_engines
+from trainer.driver.preflight import EngineSizes, PreflightResult, log_inputs, preflight, recheck_resume, size_engines
 from trainer.driver.state import RunState
 from trainer.errors import CheckpointError, ConfigurationError, ModelError, first_cause, note_log, one_line
 from trainer.learner import checkpoint
@@ -157,11 +157,7 @@ class Driver:
                 self._checked = replace(self._checked, placement=cluster.placement)
                 self._listen()  # Ray has installed a SIGTERM handler that ends the process
             try:
-                rollout, seats = await planning
-                self._cfg = replace(cfg, rollout=rollout)
-                if seats.why:
-                    progress.note(f"engines: {seats}")
-                await self._with_cluster(model)
+                await self._with_cluster(model, planning)
             finally:
                 is_orderly = self._state.stop_reason in ("accuracy_reached", "completed")
                 logs = None if is_orderly else self._telemetry.run_dir.path / ACTOR_LOGS
@@ -170,12 +166,16 @@ class Driver:
             model.cancel()
             await asyncio.gather(model, planning, return_exceptions=True)
 
-    async def _with_cluster(self, model: asyncio.Task[None]) -> None:
-        cfg, progress, tracer = self._cfg, self._telemetry.progress, self._telemetry.tracer
-        actors, placement = await compose.create_actors(
-            cfg, self._checked.placement, self._checked.backend, version=self._state.version - 1
-        )
+    async def _with_cluster(self, model: asyncio.Task[None], planning: asyncio.Task[EngineSizes]) -> None:
+        progress, tracer, backend = self._telemetry.progress, self._telemetry.tracer, self._checked.backend
+        learner, placement = await compose.create_learner(self._cfg, self._checked.placement, backend)
         self._checked = checked = replace(self._checked, placement=placement)
+        sizes = await planning
+        self._cfg = cfg = replace(self._cfg, rollout=sizes.rollout)
+        if sizes.seats.why:
+            progress.note(f"engines: {sizes.seats}")
+        engines = compose.create_engines(cfg, placement, backend, version=self._state.version - 1)
+        actors = compose.Actors(learner=learner, engines=engines, workers=[])
         coordinator = compose.make_coordinator(cfg, actors)
         try:
             with start_phase(progress, tracer, "preparing the model"):
@@ -183,7 +183,7 @@ class Driver:
             actors = compose.with_workers(cfg, checked.placement, actors)
             with start_phase(progress, tracer, "starting engines and learners"):
                 await actors.learner.check_directory(self._telemetry.run_dir.path)
-                await start_actors(cfg, actors, checked.resumed, tracer)
+                await start_actors(cfg, actors, checked.resumed, tracer, in_turns=sizes.in_turns)
             devices = compose.make_devices(cfg, actors, coordinator, tracer)
             with start_phase(progress, tracer, "opening weight sync"):
                 await coordinator.open()

@@ -85,7 +85,8 @@ async def test_learner_and_engines_round_logits_both_or_not_at_all(
     cfg = load_config([])
     cfg = replace(cfg, learner=replace(cfg.learner, fp32_head=asked))
     placement = plan_placement(cfg, resource=None)
-    await compose.create_actors(cfg, placement, build(device), version=0)
+    await compose.create_learner(cfg, placement, build(device))
+    compose.create_engines(cfg, placement, build(device), version=0)
     expected = device == "cuda" and vllm_can if asked is None else asked
     assert {learner_cfg.learner.fp32_head for (learner_cfg,) in made["learner"]} == {expected}
     assert {spec.float32_head for (spec,) in made["engine"]} == {expected}
@@ -260,7 +261,8 @@ async def test_every_kind_of_actor_gets_absolute_paths_and_the_device_that_the_d
     cfg = named("judge.py:score", "agents/loop.py:Loop", models=models, tokenizer="./tokenizer")
     placement = plan_placement(cfg, resource=None)
     assert cfg.device.name == "auto"
-    await compose.create_actors(cfg, placement, get_backend("cpu"), version=0)
+    await compose.create_learner(cfg, placement, get_backend("cpu"))
+    compose.create_engines(cfg, placement, get_backend("cpu"), version=0)
     compose.with_workers(cfg, placement, without_learner(replica_0=None))
     learner, engine, worker = (made[kind][0][0] for kind in ("learner", "engine", "rollout_worker"))
     policy, tokenizer = str(here / "models/policy"), str(here / "tokenizer")
@@ -316,13 +318,14 @@ async def start(
     *workers: HandActor,
     trace: Path | None = None,
     resumed: Any = None,
+    in_turns: bool = False,
     **sections: Any,
 ) -> None:
     ranks[0].responses["node_address"] = ("10.0.0.1", 77)
     named_engines = {f"replica_{i}": e for i, e in enumerate(engines)}
     actors = Actors(learner=LearnerGroup(ranks, timeout_s=30.0), engines=named_engines, workers=[*workers])
     tracer = Tracer(trace)
-    await compose.start_actors(config(**sections), actors, resumed, tracer)
+    await compose.start_actors(config(**sections), actors, resumed, tracer, in_turns=in_turns)
     tracer.close()
 
 
@@ -366,7 +369,7 @@ async def test_a_start_that_takes_too_long_names_its_limit_and_where_actors_prin
 
 
 @pytest.mark.parametrize("stays", [True, False])
-async def test_on_shared_devices_engines_import_at_once_and_begin_when_the_learner_has_left_or_may_stay(
+async def test_engines_whose_turn_comes_later_import_at_once_and_begin_when_the_learner_has_left_or_may_stay(
     stays: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -378,12 +381,13 @@ async def test_on_shared_devices_engines_import_at_once_and_begin_when_the_learn
             order.append(name)
             return super().__getattr__(name)
 
-    await start([Noting(setup=ready)], [Noting(**engine().responses)], mode={"name": "colocated"})
+    await start([Noting(setup=ready)], [Noting(**engine().responses)], in_turns=True, mode={"name": "colocated"})
     assert order == ["node_address", "prepare", "setup", *([] if stays else ["offload"]), "start"]
     assert ("its memory stays beside the engine's" in caplog.text) == stays
     order.clear()
-    await start([Noting(**rank_of().responses)], [Noting(**engine().responses)])
-    assert "prepare" not in order, "an engine of its own device has no reason to wait"
+    await start([Noting(setup=ready)], [Noting(**engine().responses)], mode={"name": "colocated"})
+    assert order[:3] == ["node_address", "start", "setup"] and ("offload" not in order) == stays
+    assert "prepare" not in order, "an engine that need not wait imports when it starts"
 
 
 @pytest.mark.parametrize(
@@ -399,7 +403,7 @@ def test_devices_are_handed_over_only_where_the_learner_must_leave_them(mode: An
 async def test_an_engine_that_cannot_be_imported_ends_the_start_while_the_learner_still_rehearses() -> None:
     broken = HandActor(prepare=ImportError("no such library"))
     with pytest.raises(ImportError, match="no such library"):
-        await start([HandActor(setup="hang")], [broken], mode={"name": "colocated"})
+        await start([HandActor(setup="hang")], [broken], in_turns=True, mode={"name": "colocated"})
 
 
 # Calls without a reply

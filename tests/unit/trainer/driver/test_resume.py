@@ -13,11 +13,12 @@ import pytest
 from rollout.prompts.prompt_source import PromptSource
 from tests.fakes.scripted_run import config, prompt_set
 from trainer.config.compose import load_config
+from trainer.config.seats import Seats
 from trainer.driver import checkpointing
 from trainer.driver import run as run_module
 from trainer.driver.checkpointing import find_resume_point, origin
 from trainer.driver.datasets import DataSets
-from trainer.driver.preflight import PreflightResult
+from trainer.driver.preflight import EngineSizes, PreflightResult
 from trainer.driver.state import EvalMetrics, RunState
 from trainer.errors import CheckpointError, ConfigurationError
 from trainer.learner import checkpoint
@@ -254,8 +255,10 @@ class Start:
             (run_module, "_start_cluster", self._step("start_cluster", cluster)),
             (run_module, "start_actors", self._step("start_actors")),
             (run_module, "ensure_model", nothing),
-            (run_module, "size_engines", lambda cfg, _: (cfg.rollout, SimpleNamespace(number=1, why=""))),
-            (run_module.compose, "create_actors", self._step("create_actors", (actors, None))),
+            (run_module, "size_engines", lambda cfg, _: EngineSizes(cfg.rollout, Seats(1, ""), in_turns=False)),
+            (run_module.compose, "create_learner", self._step("create_learner", (actors.learner, None))),
+            (run_module.compose, "create_engines", lambda *_, **_keys: {}),
+            (run_module.compose, "Actors", lambda **_: actors),
             (run_module.compose, "make_coordinator", lambda *_: coordinator),
             (run_module.compose, "make_devices", lambda *_: devices),
             (run_module.compose, "with_workers", lambda *_: actors),
