@@ -96,23 +96,22 @@ def check_combinations(config: RunConfig) -> list[Problem]:
 
 
 def pairing_problems(c: RunConfig) -> Iterator[Problem]:
-    """On shared accelerators: every device has one rank, and as many engine workers as every other. A CPU has no devices
-    to pair on."""
-    replicas, per_engine, per_device = (
-        c.rollout.num_replicas, c.rollout.tensor_parallel_size, c.rollout.engines_per_device
-    )  # fmt: skip
-    if not c.mode.shares_devices or c.learner.num_ranks * per_device == replicas * per_engine:
+    """On shared accelerators: every device has one rank, and the same number of engine workers. A CPU has no devices to
+    pair on."""
+    rollout, replicas = c.rollout, c.rollout.num_replicas
+    if not c.mode.shares_devices or c.learner.num_ranks * rollout.engines_per_device == (
+        replicas * rollout.tensor_parallel_size
+    ):
         return
-    keys = ["rollout.num_replicas", "rollout.tensor_parallel_size"]
-    value, workers = f"{replicas} * {per_engine}", "one engine worker"
-    if per_device > 1:
-        keys[1], value, workers = "rollout.engines_per_device", f"{replicas} / {per_device}", f"{per_device} engines"
-    formula = f"{keys[0]} {value.split()[1]} {keys[1]}"
+    key, sign, number, workers = "rollout.tensor_parallel_size", "*", rollout.tensor_parallel_size, "one engine worker"
+    if (per_device := rollout.engines_per_device) > 1:
+        key, sign, number, workers = "rollout.engines_per_device", "/", per_device, f"{per_device} engines"
+    devices = replicas * rollout.tensor_parallel_size / per_device
     message = (
-        f"must be {formula} = {value} = {replicas * per_engine / per_device:g} with mode.name={c.mode.name}: every "
-        f"device has one learner rank and {workers}"
+        f"must be rollout.num_replicas {sign} {key} = {replicas} {sign} {number} = {devices:g} with "
+        f"mode.name={c.mode.name}: every device has one learner rank and {workers}"
     )
-    yield problem(c, "learner.num_ranks", message, "change one of them", *keys, "mode.name")
+    yield problem(c, "learner.num_ranks", message, "change one of them", "rollout.num_replicas", key, "mode.name")
 
 
 def _policy_steps(c: RunConfig) -> int:

@@ -317,9 +317,9 @@ class RolloutConfig:
     request."""
     gpu_memory_utilization: PositiveFraction = 0.85
     """Fraction of device memory for the engines on it (accelerators)."""
-    kv_cache_gib: PositiveFloat | None = None
-    """KV cache of an engine, GiB. null: 1 on `cpu`; elsewhere what is left of `gpu_memory_utilization`, which an engine
-    measures at its start, or which is planned if others start on its device at the same time."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """KV cache of an engine on `cpu`, GiB. Elsewhere it is what is left of `gpu_memory_utilization`, which an engine
+    measures at its start; where others start on its device at the same time, it is planned."""
     enforce_eager: Bool = False
     """Never capture device graphs."""
     stream_interval: Annotated[Int, Ge(1), Le(1024)] = 64

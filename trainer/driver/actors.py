@@ -105,7 +105,7 @@ async def create_learner(cfg: RunConfig, placement: Placement, backend: Backend)
 
 
 def create_engines(cfg: RunConfig, placement: Placement, backend: Backend, *, version: int) -> dict[str, Any]:
-    """Create the engines, which need sizes (`size_engines`) and not the model, by their names."""
+    """Create the engines, which need their sizes (`size_engines`) and not the model, by their names."""
     replicas = (f"replica_{index}" for index in range(cfg.rollout.num_replicas))
     return {name: new_engine(cfg, placement, backend, name=name, version=version) for name in replicas}
 
@@ -114,6 +114,8 @@ def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: 
     """One engine actor, not yet started."""
     spec = engine_spec(with_located_models(cfg), backend, name=name, version=version)
     spec = replace(spec, devices=placement.devices(name))
+    if placement.cache_bytes is not None:
+        spec = replace(spec, kv_cache_gib=placement.cache_bytes / 2**30)
     actor = engine_actor().options(**_options(cfg, backend, placement, role="engine", name=name))
     # Longer than any sync, after which the coordinator ends the pause.
     return actor.remote(spec, pause_limit_s=max(PAUSE_LIMIT_S, 2 * cfg.weight_sync.timeout_s))
@@ -250,7 +252,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         max_model_len=rollout.max_model_len if rollout.max_model_len else longest_sequence(cfg),
         max_num_seqs=num_seats(rollout),
         gpu_memory_utilization=rollout.gpu_memory_utilization / rollout.engines_per_device,
-        kv_cache_gib=rollout.kv_cache_gib,
+        kv_cache_gib=rollout.kv_cache_gib if backend.name == "cpu" else None,
         num_threads=cfg.device.cpu_threads,
         enforce_eager=rollout.enforce_eager,
         stream_interval=rollout.stream_interval,

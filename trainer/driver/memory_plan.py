@@ -481,16 +481,15 @@ def workspace_bytes(device: Device) -> int:
 def engine_memory(cfg: RunConfig, shape: ModelShape, device: Device) -> EngineMemory:
     """The engine takes its share of the device; the staging buffer of a staged commit must fit into the rest."""
     rollout, commit = cfg.rollout, cfg.weight_sync.commit
-    num_engines = 1 if device.is_shared else rollout.engines_per_device
+    num_engines = rollout.engines_per_device
     tp, b = rollout.tensor_parallel_size, DTYPE_BYTES[cfg.model.rollout_dtype]
     weights, buffer = -(-shape.num_params * b // tp), -(-shape.num_trained_params * b // tp)
-    given = int((1.0 if rollout.kv_cache_gib is None else rollout.kv_cache_gib) * GIB)
     if device.is_shared:  # the cache has its own size
-        workspace, kv_bytes = 0, given
+        workspace, kv_bytes = 0, int(rollout.kv_cache_gib * GIB)
         free = device.total_bytes - weights - kv_bytes
     else:
         own_bytes, workspace = int(rollout.gpu_memory_utilization * device.total_bytes), workspace_bytes(device)
-        kv_bytes = own_bytes // num_engines - weights - workspace if rollout.kv_cache_gib is None else given
+        kv_bytes = own_bytes // num_engines - weights - workspace
         free = (device.total_bytes - own_bytes) // num_engines
     fits = buffer <= (STAGING_HEADROOM * free if commit == "auto" else free)
     is_staged = commit == "staged" or (commit == "auto" and fits)

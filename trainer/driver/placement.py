@@ -42,6 +42,8 @@ class Placement:
     """Scheduling strategies of Ray; empty on a private cluster, which is one node."""
     engine_devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Ids of the devices that an engine shares with its learners; empty if Ray gives engines their own."""
+    cache_bytes: int | None = None
+    """KV cache of an engine that cannot measure what its device has left, since others start there at the same time."""
 
     @property
     def is_paired(self) -> bool:
@@ -124,7 +126,10 @@ def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_device
     value = f"{ranks} + {rollout.num_replicas} * {rollout.tensor_parallel_size} = {placement.num_devices}"
     key = SIZES
     if rollout.engines_per_device > 1:
-        key, value = PARTS, f"{ranks} + {rollout.num_replicas} / {rollout.engines_per_device} = {placement.num_devices}"
+        key, value = (
+            PARTS,
+            f"{ranks} + {rollout.num_replicas} / {rollout.engines_per_device}, rounded up: {placement.num_devices}",
+        )
     if placement.is_paired:
         key, value = "learner.num_ranks", str(ranks)
     message = f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}"

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import logging
 import os
@@ -49,7 +48,8 @@ if TYPE_CHECKING:
 
     from rollout.agent.loop import AgentLoop
     from rollout.types import Prompt
-    from trainer.config.schema import RolloutConfig, RunConfig
+    from trainer.config.schema import RunConfig
+    from trainer.driver.memory_plan import EngineMemory
     from weight_sync.device.base import Backend
 
 log = logging.getLogger(__name__)
@@ -114,39 +114,60 @@ def recheck_resume(cfg: RunConfig, checked: PreflightResult, checkpoints: Path) 
 
 
 class EngineSizes(NamedTuple):
-    rollout: RolloutConfig
-    """With numbers for `max_num_seqs`, and for `kv_cache_gib` unless each engine measures its own."""
+    """Of each engine."""
+
     seats: Seats
+    cache_bytes: int | None
+    """None: an engine measures what is left for its cache, or the configuration has the size."""
     in_turns: bool
     """Learner and engines cannot start at the same time: on a device that they share there may be no room for both."""
 
 
 def size_engines(cfg: RunConfig, checked: PreflightResult) -> EngineSizes:
-    """Caches are planned if the model and the devices are on this host. Blocks for seconds. Raises ConfigurationError if
-    there must be a plan and is none."""
-    memory, rollout, has_devices = None, cfg.rollout, checked.backend.ray_resource is not None
-    model, backend, shares = checked.models["model.path"].config, checked.backend, cfg.mode.shares_devices
-    in_turns = shares and has_devices
-    if (in_turns or rollout.engines_per_device > 1 or rollout.max_num_seqs == "auto") and (
-        model is not None and backend.unavailable_reason() is None
-    ):
-        from trainer.driver.memory_plan import GIB, Device, engine_memory, model_shape, stays_for_sure
+    """Planned where the model and the devices are on this host. Blocks for seconds.
 
-        device = Device(backend.name, backend.device_bytes(), is_shared=not has_devices)
-        with contextlib.suppress(ModelError):  # the learner reports it
-            shape = model_shape(cfg.model, model)
-            memory, in_turns = engine_memory(cfg, shape, device), in_turns and not stays_for_sure(cfg, shape, device)
-    if has_devices and (rollout.engines_per_device > 1 or (shares and not in_turns)):
-        if memory is None or memory.kv_tokens < memory.longest_tokens:
-            message = "leaves each no cache for the longest sequence" if memory else "needs the model and devices here"
-            hint = "use fewer, or raise rollout.gpu_memory_utilization" if memory else "use 1: it measures its cache"
-            raise ConfigurationError([problem(cfg, "rollout.engines_per_device", message, hint)])
-        rollout = replace(rollout, kv_cache_gib=memory.kv_bytes / GIB)
-    inputs, kv_tokens = checked.inputs, None if memory is None or memory.uncounted else memory.kv_tokens
+    Raises:
+        ConfigurationError: there is no plan, or no room, for several engines on a device.
+    """
+    has_devices, is_divided = checked.backend.ray_resource is not None, cfg.rollout.engines_per_device > 1
+    alternates = has_devices and cfg.mode.shares_devices
+    memory, both_fit = None, False
+    if alternates or is_divided or cfg.rollout.max_num_seqs == "auto":
+        memory, both_fit = _planned(cfg, checked)
+    has_room = memory is not None and memory.kv_tokens >= memory.longest_tokens
+    if is_divided and has_devices and not has_room:
+        message = "needs the model and the devices here, to plan their caches"
+        hint = "use 1: an engine alone measures what is left for its cache"
+        if memory is not None:
+            message = f"leaves room for {memory.kv_tokens} tokens in each, and a sequence has {memory.longest_tokens}"
+            hint = "use fewer, or raise rollout.gpu_memory_utilization"
+        raise ConfigurationError([problem(cfg, "rollout.engines_per_device", message, hint)])
+    at_once = alternates and has_room and both_fit
+    is_planned = memory is not None and has_devices and (is_divided or at_once)
+    inputs = checked.inputs
     seats = engine_seats(
-        cfg, prompt_tokens=inputs.prompt_tokens, num_evaluated=inputs.num_evaluated(cfg), kv_tokens=kv_tokens
+        cfg,
+        prompt_tokens=inputs.prompt_tokens,
+        num_evaluated=inputs.num_evaluated(cfg),
+        kv_tokens=None if memory is None or memory.uncounted else memory.kv_tokens,
     )
-    return EngineSizes(replace(rollout, max_num_seqs=seats.number), seats, in_turns)
+    cache_bytes = memory.kv_bytes if memory is not None and is_planned else None
+    return EngineSizes(seats, cache_bytes, in_turns=alternates and not at_once)
+
+
+def _planned(cfg: RunConfig, checked: PreflightResult) -> tuple[EngineMemory | None, bool]:
+    """The memory of an engine, and whether the learner stays beside it for sure."""
+    model, backend = checked.models["model.path"].config, checked.backend
+    if model is None or backend.unavailable_reason() is not None:
+        return None, False
+    from trainer.driver.memory_plan import Device, engine_memory, model_shape, stays_for_sure
+
+    device = Device(backend.name, backend.device_bytes(), is_shared=backend.ray_resource is None)
+    try:
+        shape = model_shape(cfg.model, model)
+    except ModelError:  # the learner reports it
+        return None, False
+    return engine_memory(cfg, shape, device), stays_for_sure(cfg, shape, device)
 
 
 def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:

@@ -169,9 +169,10 @@ class Driver:
     async def _with_cluster(self, model: asyncio.Task[None], planning: asyncio.Task[EngineSizes]) -> None:
         progress, tracer, backend = self._telemetry.progress, self._telemetry.tracer, self._checked.backend
         learner, placement = await compose.create_learner(self._cfg, self._checked.placement, backend)
-        self._checked = checked = replace(self._checked, placement=placement)
         sizes = await planning
-        self._cfg = cfg = replace(self._cfg, rollout=sizes.rollout)
+        placement = replace(placement, cache_bytes=sizes.cache_bytes)
+        self._checked = checked = replace(self._checked, placement=placement)
+        self._cfg = cfg = replace(self._cfg, rollout=replace(self._cfg.rollout, max_num_seqs=sizes.seats.number))
         if sizes.seats.why:
             progress.note(f"engines: {sizes.seats}")
         engines = compose.create_engines(cfg, placement, backend, version=self._state.version - 1)

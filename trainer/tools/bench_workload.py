@@ -194,7 +194,7 @@ def run_config(work: Workload, model: Path, prompts: Path) -> dict[str, Any]:
             "max_response_tokens": work.max_response_tokens,
             "request_timeout_s": long_s,
             "enforce_eager": work.shape == TINY_SHAPE.name,
-            "kv_cache_gib": 0.25 if work.shape == TINY_SHAPE.name else None,
+            "kv_cache_gib": 0.25,
         },
         "learner": {
             "max_tokens_per_micro_batch": work.micro_batch_tokens,

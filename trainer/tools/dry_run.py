@@ -58,9 +58,9 @@ def format_plan(plan: RunPlan, cfg: RunConfig, *, placement: Sequence[str] = ())
 def _placement(plan: RunPlan, cfg: RunConfig, by_node: Sequence[str]) -> list[str]:
     ranks, replicas, tp = cfg.learner.num_ranks, cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size
     per_device = cfg.rollout.engines_per_device
-    engines = f"{replicas} x {tp} = {replicas * tp}" if per_device == 1 else f"{replicas}, {per_device} on each of"
+    engines = f"{replicas} x {tp} = {replicas * tp}"
     if per_device > 1:
-        engines += f" {cfg.rollout.num_devices}"
+        engines = f"{replicas}, {per_device} per device, on {cfg.rollout.num_devices}"
     shape, what = plan.shape, "processes on the CPU" if plan.device.is_shared else "devices"
     if plan.is_paired:
         what += " shared with the engines"
@@ -80,13 +80,14 @@ def _placement(plan: RunPlan, cfg: RunConfig, by_node: Sequence[str]) -> list[st
 
 def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     engine, items, ranks = plan.engine, plan.engine.items, cfg.learner.num_ranks
-    num_engines = 1 if plan.device.is_shared else cfg.rollout.engines_per_device
+    num_engines = cfg.rollout.engines_per_device
     titles = "Per learner device", f"Per engine device (commit: {'staged' if engine.is_staged else 'in place'})"
     if plan.is_paired:
         titles = "Per device in the learner's turn", "Per device in the engine's turn"
         if plan.fit.stays:
             titles = "Per device, of the learner", "Per device beside it, of the engine"
         items = (*items, MemoryItem("arena of the learner", plan.arena_bytes, ""))
+    of_each = "" if num_engines == 1 else " of each engine"
     demand = plan.at_once(cfg) * engine.longest_tokens
     wanted = f"{plan.at_once(cfg)} x {engine.longest_tokens} = {demand:,}"
     share = min(engine.kv_tokens / demand, 1.0)
@@ -96,15 +97,13 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
         *_table(titles[0], plan.learner, plan),
         *_micro_batches(plan, cfg),
         *_table(titles[1], items, plan),
-        f"  The cache{'' if num_engines == 1 else ' of each engine'} holds {engine.kv_tokens:,} tokens; {wanted} may be "
-        f"wanted: {full}.{tight}",
+        f"  The cache{of_each} holds {engine.kv_tokens:,} tokens; {wanted} may be wanted: {full}.{tight}",
     ]
     if not plan.device.is_shared:
         workspace = gib(workspace_bytes(plan.device))
-        if num_engines == 1:
-            lines.append(f"  Assumed workspace of the engine: {workspace}; it measures its own at the start.")
-        else:
-            lines.append(f"  Assumed workspace of each engine: {workspace}; its cache is as planned here.")
+        is_planned = num_engines > 1 or (plan.is_paired and plan.fit.stays)
+        sure = "its cache is as planned here" if is_planned else "it measures its own at the start"
+        lines.append(f"  Assumed workspace of {'the' if num_engines == 1 else 'each'} engine: {workspace}; {sure}.")
     if engine.uncounted:
         names = ", ".join(f"rollout.engine_args.{name}" for name in engine.uncounted)
         lines.append(
@@ -310,6 +309,8 @@ def dry_run(
         inputs, models = check_inputs(cfg)
         kind = build(AUTO_ORDER[0] if cfg.device.name == "auto" else cfg.device.name)
         device = Device("given", int(device_memory_gib * GIB), is_shared=False, collective=kind.collective)
+    if device.is_shared:  # engines on a CPU have no device to divide
+        cfg = replace(cfg, rollout=replace(cfg.rollout, engines_per_device=1))
     placement = (
         PlacementPlan() if nodes is None else _placement_on(cfg, nodes, is_elsewhere=device_memory_gib is not None)
     )

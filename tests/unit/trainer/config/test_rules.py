@@ -124,6 +124,9 @@ learner.num_ranks=8 learner.fsdp_size=4 learner.context_parallel_size=8 ->
 learner.num_ranks=512 learner.tensor_parallel_size=2 ->
 learner.num_ranks=1024 learner.tensor_parallel_size=2 -> learner.num_ranks
 learner.num_ranks=8 learner.tensor_parallel_size=3 -> learner.tensor_parallel_size
+rollout.num_replicas=4 rollout.engines_per_device=4 ->
+rollout.num_replicas=3 rollout.engines_per_device=4 -> rollout.engines_per_device
+rollout.num_replicas=4 rollout.engines_per_device=2 rollout.tensor_parallel_size=2 -> rollout.engines_per_device
 learner.num_ranks=8 learner.fsdp_size=2 learner.tensor_parallel_size=4 -> learner.tensor_parallel_size
 TENSOR learner.max_tokens_per_micro_batch=1536 a.advantage_estimator=gae ->
 TENSOR learner.context_parallel_size=2 learner.optimizer=muon -> learner.context_parallel_size learner.optimizer
@@ -435,6 +438,10 @@ def test_accelerators_have_one_rank_and_one_worker_each() -> None:
     assert not list(pairing_problems(config_of("SHARED")))
     (problem,) = pairing_problems(config_of("SHARED rollout.tensor_parallel_size=1"))
     assert problem.key == "learner.num_ranks" and "2 * 1 = 2" in problem.message
+    divided = "SHARED rollout.tensor_parallel_size=1 rollout.num_replicas=8 rollout.engines_per_device="
+    assert not list(pairing_problems(config_of(f"{divided}2")))
+    (problem,) = pairing_problems(config_of(f"{divided}4"))
+    assert "rollout.num_replicas / rollout.engines_per_device = 8 / 4 = 2" in problem.message
 
 
 @pytest.mark.parametrize("mode", groups([packaged_configs()])["mode"])

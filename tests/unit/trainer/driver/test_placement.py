@@ -19,23 +19,21 @@ from trainer.driver.placement import (
     check_fits,
     describe_idle_devices,
     plan_placement,
+    ranks_of,
 )
 from trainer.errors import ConfigurationError
 
 HIP, CUDA = "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
 
-def sized(ranks: int, replicas: int, tp: int = 1, *, workers: int = 1, **mode: Any) -> Any:
-    return config(
-        learner={"num_ranks": ranks},
-        rollout={"num_replicas": replicas, "tensor_parallel_size": tp, "num_workers": workers},
-        mode=mode,
-    )
+def sized(ranks: int, replicas: int, tp: int = 1, *, workers: int = 1, per_device: int = 1, **mode: Any) -> Any:
+    rollout = {"num_replicas": replicas, "tensor_parallel_size": tp, "engines_per_device": per_device}
+    return config(learner={"num_ranks": ranks}, rollout={**rollout, "num_workers": workers}, mode=mode)
 
 
-def plan(*sizes: int, workers: int = 1) -> Placement:
+def plan(*sizes: int, workers: int = 1, per_device: int = 1) -> Placement:
     """With separate devices, of (ranks, replicas, tensor parallel size)."""
-    return plan_placement(sized(*sizes, workers=workers), resource="GPU")
+    return plan_placement(sized(*sizes, workers=workers, per_device=per_device), resource="GPU")
 
 
 def shared(replicas: int, tp: int) -> tuple[Any, Placement]:
@@ -175,6 +173,8 @@ def test_what_is_free_decides_and_what_others_hold_is_waited_for_only_where_it_m
         (plan(4, 4), (8, 8, 8), "8 of 24 GPU; 3 on 10.0.0.0, 6 on 10.0.0.1, 7 on 10.0.0.2 stay idle"),
         (plan(8, 16), (8, 8, 8), None),
         (plan(1, 1), (2, 0), None),
+        (plan(1, 6, per_device=3), (3,), None),
+        (plan(1, 5, per_device=2), (8,), "4 of 8 GPU; 4 on 10.0.0.0 stay idle"),
         # a shared device is in use, and counts once
         (shared(4, 1)[1], (4,), None),
         (shared(4, 1)[1], (6,), "4 of 6 GPU; 2 on 10.0.0.0 stay idle"),
@@ -188,6 +188,21 @@ def test_idle_devices_are_named_with_their_nodes(
 
 
 # --- shared devices ---
+
+
+def test_engines_divide_a_device_that_they_share_with_its_learner_or_have_to_themselves() -> None:
+    cfg = sized(2, 6, per_device=3, name="colocated", in_flight="abort")
+    placement = plan_placement(cfg, resource="GPU")
+    assert placement.num_devices == 2
+    units = [["learner_0", "replica_0", "replica_1", "replica_2"], ["learner_1", "replica_3", "replica_4", "replica_5"]]
+    assert placement.units == [*units, ["rollout_worker_0"]]
+    assert [[*ranks_of(i, cfg)] for i in range(6)] == [[0]] * 3 + [[1]] * 3
+    apart = plan(1, 5, per_device=2)
+    assert (apart.num_devices, apart.options("replica_4")) == (1 + 3, {"num_cpus": 1, "num_gpus": 0.5})
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)engines_per_device = 1 \+ 5 / 2, rounded up: 4\n.*this host has 3 cuda"
+    ):
+        check_fits(sized(1, 5, per_device=2), apart, backend="cuda", num_devices=3, where="this host")
 
 
 def test_an_engine_is_on_the_node_of_its_learners_and_ray_counts_their_devices_once() -> None:

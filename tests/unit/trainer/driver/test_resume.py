@@ -18,6 +18,7 @@ from trainer.driver import checkpointing
 from trainer.driver import run as run_module
 from trainer.driver.checkpointing import find_resume_point, origin
 from trainer.driver.datasets import DataSets
+from trainer.driver.placement import Placement
 from trainer.driver.preflight import EngineSizes, PreflightResult
 from trainer.driver.state import EvalMetrics, RunState
 from trainer.errors import CheckpointError, ConfigurationError
@@ -255,8 +256,12 @@ class Start:
             (run_module, "_start_cluster", self._step("start_cluster", cluster)),
             (run_module, "start_actors", self._step("start_actors")),
             (run_module, "ensure_model", nothing),
-            (run_module, "size_engines", lambda cfg, _: EngineSizes(cfg.rollout, Seats(1, ""), in_turns=False)),
-            (run_module.compose, "create_learner", self._step("create_learner", (actors.learner, None))),
+            (run_module, "size_engines", lambda *_: EngineSizes(Seats(1, ""), None, in_turns=False)),
+            (
+                run_module.compose,
+                "create_learner",
+                self._step("create_learner", (actors.learner, Placement(bundles={}, units=[]))),
+            ),
             (run_module.compose, "create_engines", lambda *_, **_keys: {}),
             (run_module.compose, "Actors", lambda **_: actors),
             (run_module.compose, "make_coordinator", lambda *_: coordinator),

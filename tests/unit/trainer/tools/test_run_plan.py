@@ -203,6 +203,10 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
         {"rollout": {"gpu_memory_utilization": 0.5, "max_num_seqs": 10, "max_model_len": 2048}}, {}, {
         "engine.kv_bytes": 40 * GIB - 2 * NUM_7B - 2 * GIB, "seats.number": 10, "engine.is_staged": True,
         "engine.kv_tokens": (40 * GIB - 2 * NUM_7B - 2 * GIB) // (2 * 28 * 4 * 128 * 2)}),
+    "engines of one device divide its share, and each has its weights": (
+        {"rollout": {"num_replicas": 4, "engines_per_device": 2, "gpu_memory_utilization": 0.8}}, {}, {
+        "engine.kv_bytes": 32 * GIB - 2 * NUM_7B - 2 * GIB, "weights": 4 * NUM_7B, "sync.device_bytes": 4 * NUM_7B,
+        "KV cache": 2 * (32 * GIB - 2 * NUM_7B - 2 * GIB)}),
     "no staging buffer of 14.2 GiB fits into 12": (
         {"rollout": {"gpu_memory_utilization": 0.85}}, {}, {"engine.is_staged": False}),
     # Forward passes: 1 + 2 for the backward
