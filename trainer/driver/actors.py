@@ -165,7 +165,7 @@ def make_coordinator(cfg: RunConfig, actors: Actors) -> SyncCoordinator:
 
 def make_devices(cfg: RunConfig, actors: Actors, coordinator: SyncCoordinator, tracer: Tracer) -> DedicatedDevices:
     """The learner must be set up. Where it stays on shared devices, none is handed over."""
-    if not cfg.mode.shares_devices or actors.learner.stays:
+    if not cfg.mode.shares_devices or actors.learner.stays_on_device:
         return DedicatedDevices(coordinator)
     return ColocatedDevices(
         coordinator, actors.learner, actors.engines, tracer=tracer, sleep_timeout_s=cfg.weight_sync.timeout_s
@@ -414,7 +414,11 @@ async def start_actors(
             stages["checkpoint"] = time.time() - loading_s
         log_ready("learner", stages)
         tokens = actors.learner.max_tokens_per_micro_batch
-        beside = "; its memory stays beside the engine's" if cfg.mode.shares_devices and actors.learner.stays else ""
+        beside = (
+            "; its memory stays beside the engine's"
+            if cfg.mode.shares_devices and actors.learner.stays_on_device
+            else ""
+        )
         log.info("learner: %s; up to %d tokens per micro-batch%s", ranks[0].description, tokens, beside)
 
     async def engine(name: str, actor: Any) -> None:
@@ -432,7 +436,7 @@ async def start_actors(
             await started()
         await prepared
         await learner_ready
-        if cfg.mode.shares_devices and not actors.learner.stays:
+        if cfg.mode.shares_devices and not actors.learner.stays_on_device:
             await actors.learner.offload()
         if in_turns:
             await started()

@@ -246,7 +246,7 @@ def stays_for_sure(cfg: RunConfig, shape: ModelShape, device: Device) -> bool:
         return False
     reference = shape if cfg.algorithm.kl.coef > 0 and not shape.num_adapter_params else None
     more = replace(cfg.rollout, gpu_memory_utilization=min(1.0, cfg.rollout.gpu_memory_utilization + 0.1))
-    return planned_fit(replace(cfg, rollout=more), shape, device, reference, None).stays
+    return planned_fit(replace(cfg, rollout=more), shape, device, reference, None).stays_on_device
 
 
 def planned_fit(
@@ -256,7 +256,7 @@ def planned_fit(
     given = cfg.learner.max_tokens_per_micro_batch
     if device.is_shared:
         tokens = max(longest_slice(cfg), TOKENS_ON_CPU) if given == "auto" else given
-        return Fit(tokens, stays=not cfg.mode.shares_devices or cfg.mode.offload == "never")
+        return Fit(tokens, stays_on_device=not cfg.mode.shares_devices or cfg.mode.offload == "never")
 
     def needed_bytes(num_tokens: int) -> int:
         return total(learner_items(with_tokens(cfg, num_tokens), shape, device, reference, critic))
@@ -271,7 +271,7 @@ def planned_fit(
     beside = usable_beside_engine(cfg, device.total_bytes)
     if given != "auto":
         fits_beside = beside is not None and (cfg.mode.offload == "never" or needed_bytes(given) <= beside)
-        return Fit(given, stays=not cfg.mode.shares_devices or fits_beside)
+        return Fit(given, stays_on_device=not cfg.mode.shares_devices or fits_beside)
     return choose(cfg, most(usable_bytes(cfg, device.total_bytes)), None if beside is None else most(beside))
 
 

@@ -109,7 +109,7 @@ class SetupReport:
     """How the rank computes, for the driver's log."""
     shares_prefix: bool = False
     """Whether its attention computes a prompt that sequences share once."""
-    stays: bool = True
+    stays_on_device: bool = True
     """Whether its memory need not leave the device for engines that share it; the same on every rank."""
 
 
@@ -154,7 +154,7 @@ class LearnerActor:
             max_tokens_per_micro_batch=self._parts.fit.tokens,
             shares_prefix=self._parts.learner.layout.shares_prefix,
             description=self._parts.learner.description,
-            stays=self._parts.fit.stays,
+            stays_on_device=self._parts.fit.stays_on_device,
         )
 
     def _set_up(self, address: Address, earlier_tokens: int | None) -> dict[str, float]:

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class Fit(NamedTuple):
     tokens: int
     """Of a micro-batch, at most."""
-    stays: bool
+    stays_on_device: bool
     """The learner's memory need not leave its device."""
 
 
@@ -83,12 +83,12 @@ def choose(cfg: RunConfig, most: float, most_beside: float | None, *, earlier: i
     keeps = earlier is not None and earlier <= max(most, longest)
     tokens = earlier if earlier is not None and keeps else max(longest, min(MOST_TOKENS, on_grid(most)))
     if most_beside is None:
-        return Fit(tokens, stays=not cfg.mode.shares_devices)
+        return Fit(tokens, stays_on_device=not cfg.mode.shares_devices)
     beside = tokens if tokens <= most_beside else min(MOST_TOKENS, on_grid(most_beside))
     if cfg.mode.offload == "never":
-        return Fit(max(longest, beside), stays=True)
+        return Fit(max(longest, beside), stays_on_device=True)
     enough = tokens if keeps else max(longest, min(tokens, ENOUGH_TOKENS))
-    return Fit(beside, stays=True) if beside >= enough else Fit(tokens, stays=False)
+    return Fit(beside, stays_on_device=True) if beside >= enough else Fit(tokens, stays_on_device=False)
 
 
 def fit_micro_batch(
@@ -114,7 +114,7 @@ def fit_micro_batch(
         tokens = max(longest, TOKENS_ON_CPU) if asked == "auto" else asked
         if cfg.learner.compile is True:
             rehearse(tokens)
-        return Fit(tokens, stays=not cfg.mode.shares_devices or cfg.mode.offload == "never")
+        return Fit(tokens, stays_on_device=not cfg.mode.shares_devices or cfg.mode.offload == "never")
 
     def peak_bytes(num_tokens: int) -> int:
         memory = torch.get_device_module(backend.torch_device)
@@ -132,7 +132,7 @@ def fit_micro_batch(
         stays = beside is not None and _least_of_ranks(beside - peaks[0]) >= 0
         if cfg.mode.offload == "never" and beside is not None and not stays:
             raise _too_large(asked, f"lower it, or {BESIDE_ENGINE}")
-        return Fit(asked, stays=stays or not cfg.mode.shares_devices)
+        return Fit(asked, stays_on_device=stays or not cfg.mode.shares_devices)
     return fitting_tokens(
         peak_bytes,
         can_take=lambda num_bytes: _fits_here(lambda: take_block(backend, num_bytes), backend),

@@ -83,7 +83,7 @@ class LearnerGroup:
         """Of the policy, from `setup` on; None where its shapes are not enough to know."""
         self.max_tokens_per_micro_batch = 0
         """From `setup` on."""
-        self.stays = True
+        self.stays_on_device = True
         """Whether its memory need not leave devices that engines share, from `setup` on."""
         self.shares_prefix = False
         """Whether its attention computes a shared prompt once, from `setup` on."""
@@ -103,7 +103,7 @@ class LearnerGroup:
         self.flops = reports[0].flops
         self.max_tokens_per_micro_batch = reports[0].max_tokens_per_micro_batch
         self.shares_prefix = reports[0].shares_prefix
-        self.stays = reports[0].stays
+        self.stays_on_device = reports[0].stays_on_device
         return reports
 
     async def check_directory(self, directory: Path) -> None:

@@ -13,12 +13,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.rendering import load_tokenizer
+from trainer.errors import ModelError
 from trainer.files import replace_directory
-from trainer.learner.lora import ADAPTER_DIR, gather_adapters, merged_parameters, write_adapter
+from trainer.learner.checkpoint import load_weights, verify
+from trainer.learner.lora import ADAPTER_DIR, add_adapters, gather_adapters, merged_parameters, write_adapter
+from trainer.learner.model import allocate, fill_weights, meta_model, torch_dtype
+from trainer.learner.weights import has_weights
 from weight_sync.publish.shards import persistent_buffers
 
 if TYPE_CHECKING:
-    from trainer.config.schema import ModelConfig
+    from trainer.config.schema import ModelConfig, RunConfig
 
 
 TOKENIZER_FILES = (
@@ -58,6 +62,44 @@ def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: M
             shutil.rmtree(tmp, ignore_errors=True)
     if dist.is_initialized():
         dist.barrier()
+
+
+def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
+    """Write to `out`, which is replaced, the bits that `PolicyTrainer.export_hf` would write after `load(checkpoint)`.
+    (LoRA adapters are merged on the CPU, so matrix products may differ in the last bit.)
+
+    Peak memory: one copy of the model in `model.rollout_dtype` (with LoRA two: the frozen base in
+    `model.compute_dtype`, and the merged weights), and the largest parameter in float32 twice.
+
+    Args:
+        cfg: of the run. `model.path`, a directory or a hub name, has the model's config, its tokenizer, and what is not
+            trained: with LoRA the base, and buffers that a model saves.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged, or of another model than `cfg` names.
+        ModelError: `model.path` cannot be read, with LoRA has no weights, or PEFT is missing.
+        OSError: `out` cannot be written.
+    """
+    verify(checkpoint)
+    meta, model = meta_model(cfg.model.path, cfg), cfg.model
+    hf, cpu = meta.hf, torch.device("cpu")
+    if model.lora.rank:
+        if not has_weights(meta.source_dir):
+            raise ModelError(
+                f"{meta.source_dir} has no weights: below its adapters the run had a model that was made from the "
+                "seed on its device, and the host would make another one; only the run itself can export it "
+                "(checkpoint.export_hf)"
+            )
+        add_adapters(hf, meta.blocks, model.lora, base_dtype=torch_dtype(model.compute_dtype))
+    else:
+        for param in hf.parameters():
+            param.data = param.data.to(getattr(torch, model.rollout_dtype))
+    allocate(hf, hf, cpu, buffers=cpu)
+    hf.tie_weights()  # every module has memory of its own now
+    if model.lora.rank or any(True for _ in persistent_buffers(hf)):
+        fill_weights(meta, cfg, device=cpu)
+    load_weights(checkpoint, {name: param.detach() for name, param in hf.named_parameters() if param.requires_grad})
+    export_hf(out, model=hf, source_dir=meta.source_dir, config=model)
 
 
 def _write(tmp: Path, state: dict[str, Tensor], *, model: PreTrainedModel, source: Path, config: ModelConfig) -> None:

@@ -84,7 +84,7 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     titles = "Per learner device", f"Per engine device (commit: {'staged' if engine.is_staged else 'in place'})"
     if plan.is_paired:
         titles = "Per device in the learner's turn", "Per device in the engine's turn"
-        if plan.fit.stays:
+        if plan.fit.stays_on_device:
             titles = "Per device, of the learner", "Per device beside it, of the engine"
         items = (*items, MemoryItem("arena of the learner", plan.arena_bytes, ""))
     of_each = "" if num_engines == 1 else " of each engine"
@@ -101,7 +101,7 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     ]
     if not plan.device.is_shared:
         workspace = gib(workspace_bytes(plan.device))
-        is_planned = num_engines > 1 or (plan.is_paired and plan.fit.stays)
+        is_planned = num_engines > 1 or (plan.is_paired and plan.fit.stays_on_device)
         sure = "its cache is as planned here" if is_planned else "it measures its own at the start"
         lines.append(f"  Assumed workspace of {'the' if num_engines == 1 else 'each'} engine: {workspace}; {sure}.")
     if engine.uncounted:
@@ -114,7 +114,7 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
         lines += ["Host memory per learner rank", *(_line(item.name, item.nbytes) for item in plan.host)]
         if ranks > 1 or has:
             lines.append(_line(f"{ranks} ranks together", ranks * total(plan.host), has))
-    if plan.is_paired and plan.fit.stays:
+    if plan.is_paired and plan.fit.stays_on_device:
         lines.append("  Both fit on a device at once, so nothing moves to the host.")
     elif plan.is_paired:
         lines.append(

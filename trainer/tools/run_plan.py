@@ -193,7 +193,7 @@ def plan_run(
     kv_tokens = None if engine.uncounted else engine.kv_tokens
     host = host_items(cfg, shape, reference, critic)
     is_paired = cfg.mode.shares_devices and not device.is_shared
-    if is_paired and not fit.stays and (moved := sum(item.nbytes for item in learner if item.is_state)):
+    if is_paired and not fit.stays_on_device and (moved := sum(item.nbytes for item in learner if item.is_state)):
         hint = "mode: async or sync, with separate devices for the learner"
         host = (*host, MemoryItem("the learner, while engines compute", moved, hint))
     longest = cfg.rollout.max_response_tokens
@@ -381,7 +381,7 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     is_sure = not engine.uncounted
     kept, what = plan.arena_bytes, "arena that stays"
     hint = "lower it: the learner's context and arena stay while it is away"
-    if plan.fit.stays:
+    if plan.fit.stays_on_device:
         kept, what, hint = min_bytes(plan.learner), "learner that stays", "lower it, or use mode.offload=auto"
     rows = (
         (

@@ -374,7 +374,7 @@ async def test_engines_whose_turn_comes_later_import_at_once_and_begin_when_the_
 ) -> None:
     caplog.set_level("INFO")
     order: list[str] = []
-    ready = replace(rank_of().responses["setup"], stays=stays)
+    ready = replace(rank_of().responses["setup"], stays_on_device=stays)
 
     class Noting(HandActor):
         def __getattr__(self, name: str) -> Any:
@@ -395,7 +395,7 @@ async def test_engines_whose_turn_comes_later_import_at_once_and_begin_when_the_
 )
 def test_devices_are_handed_over_only_where_the_learner_must_leave_them(mode: Any, stays: bool, turns: bool) -> None:
     cfg, nothing = config(), cast("Any", None)
-    actors = cast("Any", SimpleNamespace(learner=SimpleNamespace(stays=stays), engines={}))
+    actors = cast("Any", SimpleNamespace(learner=SimpleNamespace(stays_on_device=stays), engines={}))
     devices = make_devices(replace(cfg, mode=replace(cfg.mode, name=mode)), actors, nothing, nothing)
     assert isinstance(devices, ColocatedDevices) == turns
 
