@@ -6,6 +6,7 @@ import json
 import os
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from rollout.engine.vllm_config import (
     engine_environ,
     known_end_tokens,
     process_env,
+    vllm_sampling,
 )
+from rollout.types import SamplingParams
 from weight_sync.vllm.compat import has_float32_head
 
 if TYPE_CHECKING:
@@ -44,8 +47,13 @@ ABSENT = object()
         ({"enforce_eager": True}, {}, {"TORCHDYNAMO_DISABLE": "1"}),
         (  # an accelerator keeps vLLM's own layout of processes and its plugins
             {"device": "npu", "enforce_eager": True, "gpu_memory_utilization": 0.5},
-            {"gpu_memory_utilization": 0.5, "distributed_executor_backend": ABSENT},
+            {"gpu_memory_utilization": 0.5, "distributed_executor_backend": ABSENT, "kv_cache_memory_bytes": ABSENT},
             {"VLLM_PLUGINS": ABSENT, "TORCHDYNAMO_DISABLE": ABSENT},
+        ),
+        (
+            {"device": "cuda", "kv_cache_gib": 1.5},
+            {"kv_cache_memory_bytes": 3 << 29, "gpu_memory_utilization": 0.85},
+            {},
         ),
         (  # arguments of the user win
             {"engine_args": {"stream_interval": 1, "swap": 2}, "extension": "a.B"},
@@ -100,6 +108,17 @@ def test_token_ids_are_integers_of_the_vocabulary_and_the_furthest_other_is_name
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(problem)) if problem else nullcontext():
         check_token_ids(token_ids, 10)
+
+
+def test_requests_have_sampling_parameters_of_their_own() -> None:
+    """vLLM fills in those that it gets."""
+    ours = SamplingParams(max_tokens=5, temperature=0.5, top_k=3, stop=("x",), seed=1)
+    first, second = vllm_sampling(ours, [7]), vllm_sampling(replace(ours, seed=2, num_prefix_tokens=1), [7])
+    assert (first.seed, second.seed, first.max_tokens, first.stop_token_ids) == (1, 2, 5, [7])
+    first.max_tokens = 1
+    assert vllm_sampling(ours, [7]).max_tokens == second.max_tokens == 5
+    assert vllm_sampling(ours, [8]).stop_token_ids == [8]
+    assert vllm_sampling(replace(ours, temperature=1.0), [7]).temperature == 1.0
 
 
 def test_vllm_understands_what_a_spec_says(tmp_path: Path) -> None:

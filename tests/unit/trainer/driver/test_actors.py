@@ -92,6 +92,16 @@ async def test_learner_and_engines_round_logits_both_or_not_at_all(
     assert {spec.float32_head for (spec,) in made["engine"]} == {expected}
 
 
+@pytest.mark.parametrize("planned", [None, 3 << 29])
+def test_an_engine_measures_its_cache_or_gets_the_one_that_is_planned(
+    planned: int | None, made: dict[str, list[Any]]
+) -> None:
+    cfg = load_config(["rollout.num_replicas=2"])
+    placement = replace(plan_placement(cfg, resource="GPU"), cache_bytes=planned)
+    compose.create_engines(cfg, placement, build("cuda"), version=0)
+    assert [spec.kv_cache_gib for (spec,) in made["engine"]] == [None if planned is None else 1.5] * 2
+
+
 def without_learner(**engines: Any) -> Any:
     return Actors(learner=cast("Any", None), engines=engines, workers=[])
 
@@ -115,6 +125,12 @@ ADAPTIVE = {"concurrency": "adaptive"}
         ({"rollout": {"engine_stats": True}}, "reports_load", True),
         ({"rollout": ADAPTIVE}, "reports_load", True),
         ({"rollout": {"stop_token_ids": [7]}}, "stop_token_ids", (7,)),
+        (
+            {"rollout": {"gpu_memory_utilization": 0.6, "num_replicas": 4, "engines_per_device": 2}},
+            "gpu_memory_utilization",
+            0.3,
+        ),
+        ({"rollout": {"kv_cache_gib": 0.5}}, "kv_cache_gib", 0.5),
         ({"model": {"trust_remote_code": True}}, "trust_remote_code", True),
         ({}, "trust_remote_code", False),
     ],
