@@ -414,11 +414,8 @@ async def start_actors(
             stages["checkpoint"] = time.time() - loading_s
         log_ready("learner", stages)
         tokens = actors.learner.max_tokens_per_micro_batch
-        beside = (
-            "; its memory stays beside the engine's"
-            if cfg.mode.shares_devices and actors.learner.stays_on_device
-            else ""
-        )
+        stays = cfg.mode.shares_devices and actors.learner.stays_on_device
+        beside = "; its memory stays beside the engine's" if stays else ""
         log.info("learner: %s; up to %d tokens per micro-batch%s", ranks[0].description, tokens, beside)
 
     async def engine(name: str, actor: Any) -> None:

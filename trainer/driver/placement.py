@@ -89,19 +89,19 @@ def plan_placement(cfg: RunConfig, *, resource: str | None) -> Placement:
     """`resource` is Ray's name of a device, None for plain CPUs. Raises ConfigurationError if learners and engines
     cannot share devices in these numbers."""
     replicas, tp, threads = cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size, cfg.device.cpu_threads
-    at_once = cfg.rollout.engines_per_device
+    per_device = cfg.rollout.engines_per_device
     shared: list[list[str]] = []
     if resource is None:
         learner, engine = {"CPU": threads}, {"CPU": threads * tp}
     else:
         if unpaired := list(pairing_problems(cfg)):
             raise ConfigurationError(unpaired)
-        learner, engine = {"CPU": 1, resource: 1}, {"CPU": 1, resource: tp if at_once == 1 else 1 / at_once}
+        learner, engine = {"CPU": 1, resource: 1}, {"CPU": 1, resource: tp if per_device == 1 else 1 / per_device}
         if cfg.mode.shares_devices:
             engine = {"CPU": 1}  # Ray counts the learner alone: it knows no actor with halves of several devices
             shared = [
-                [*(f"learner_{rank}" for rank in ranks_of(i, cfg)), *(f"replica_{i + k}" for k in range(at_once))]
-                for i in range(0, replicas, at_once)
+                [*(f"learner_{rank}" for rank in ranks_of(i, cfg)), *(f"replica_{i + k}" for k in range(per_device))]
+                for i in range(0, replicas, per_device)
             ]
     bundles: dict[str, Bundle] = {
         **{f"learner_{rank}": learner for rank in range(cfg.learner.num_ranks)},
@@ -122,14 +122,10 @@ def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_device
     """Raises ConfigurationError if the run needs more accelerators than `where` (this host, the cluster) has."""
     if placement.num_devices <= num_devices:
         return
-    ranks, rollout = cfg.learner.num_ranks, cfg.rollout
-    value = f"{ranks} + {rollout.num_replicas} * {rollout.tensor_parallel_size} = {placement.num_devices}"
-    key = SIZES
-    if rollout.engines_per_device > 1:
-        key, value = (
-            PARTS,
-            f"{ranks} + {rollout.num_replicas} / {rollout.engines_per_device}, rounded up: {placement.num_devices}",
-        )
+    ranks, rollout, needed = cfg.learner.num_ranks, cfg.rollout, placement.num_devices
+    key, value = SIZES, f"{ranks} + {rollout.num_replicas} * {rollout.tensor_parallel_size} = {needed}"
+    if (per_device := rollout.engines_per_device) > 1:
+        key, value = PARTS, f"{ranks} + {rollout.num_replicas} / {per_device}, rounded up: {needed}"
     if placement.is_paired:
         key, value = "learner.num_ranks", str(ranks)
     message = f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}"

@@ -206,8 +206,8 @@ def splits_of(facts: RunFacts, learning_s: float, generation_s: float, *, fixed_
     nearest to today's. More ranks shorten `learning_s` and not `fixed_s`, which the learner also needs."""
     cfg, found = facts.cfg, list[DeviceSplit]()
     tp, overlaps = cfg.rollout.tensor_parallel_size, cfg.mode.max_staleness > 0 or cfg.mode.shares_devices
-    for replicas in range(1, (facts.num_devices - 1) // tp + 1):
-        ranks = facts.num_devices - replicas * tp
+    for devices in range(tp, facts.num_devices, tp):
+        ranks, replicas = facts.num_devices - devices, devices // tp * cfg.rollout.engines_per_device
         if ranks % cfg.learner.rank_multiple:
             continue
         learning = learning_s * cfg.learner.num_ranks / ranks + fixed_s
@@ -448,7 +448,8 @@ def _about_devices(found: Diagnosis, facts: RunFacts) -> Recommendation:
         return Recommendation(f"{side}, but learning is the smaller part of it; {RARER}")
     why = f"{side}, and no other division of {facts.num_devices} devices is much better: add "
     if learner_waits:
-        return Recommendation(f"{why}replicas", {"rollout.num_replicas": num_replicas + 1})
+        more = num_replicas + facts.cfg.rollout.engines_per_device
+        return Recommendation(f"{why}replicas", {"rollout.num_replicas": more})
     return Recommendation(f"{why}learner devices", {"learner.num_ranks": num_ranks + facts.cfg.learner.rank_multiple})
 
 

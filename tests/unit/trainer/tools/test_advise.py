@@ -111,6 +111,9 @@ ADVICE: dict[str, tuple[list[StepLine], dict[str, Any], str, Keys, Any, str]] = 
     "equal sides are left alone": (played(5, 5), {}, "balanced", {}, None, "leave it unchanged"),
     "a lone engine gets a second": (
         played(9, 3), ONE_EACH, "generation_bound", {"rollout.num_replicas": 2}, None, "add replicas"),
+    "engines that share a device come together": (
+        played(9, 3), {**ONE_RANK, "rollout": {"num_replicas": 2, "engines_per_device": 2}}, "generation_bound",
+        {"rollout.num_replicas": 4}, None, "add replicas"),
     "sides that alternate get S = 1": (played(5, 4, staleness=0), S_0, "overlap_limited", bound(1), 5, "S = 0"),
     "shared cores cannot be divided": (played(9, 3), CPU, "generation_bound", {}, None, "cores of this machine"),
     "nor can they overlap": (played(9, 3, staleness=0), {**CPU, **S_0}, "overlap_limited", {}, None, "share the cores"),
