@@ -144,10 +144,12 @@ def known_end_tokens(stop: set[int], vocab_size: int) -> list[int]:
 
 
 def vllm_sampling(params: SamplingParams, stop_token_ids: Sequence[int]) -> Any:
-    """Those of one request. vLLM's checks of the values are a third of the work that starts a request, so requests that
-    differ in their seeds alone are checked once."""
-    made = copy.copy(_checked_sampling(replace(params, seed=None, num_prefix_tokens=0), tuple(stop_token_ids)))
-    made.seed = params.seed
+    """vLLM's sampling parameters for one request. Its checks of the values are a third of the work that starts one, so
+    requests that differ only in seed and length are checked once. The copies share the set of end tokens, to which vLLM
+    adds those of the model."""
+    common = replace(params, seed=None, max_tokens=1, num_prefix_tokens=0)
+    made = copy.copy(_checked_sampling(common, tuple(stop_token_ids)))
+    made.seed, made.max_tokens = params.seed, params.max_tokens
     return made
 
 

@@ -55,6 +55,8 @@ _OWN_KEYS = {
     "lora_target_modules": "model.lora.target_modules",
 }  # fmt: skip
 """Arguments that have their own key: setting one twice would leave the rest of a run with the other value."""
+SIZES_OF_CACHE = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
+"""Engine arguments with which an engine takes another share of its device than `rollout.gpu_memory_utilization`."""
 _RELIED_ON = {
     "logprobs_mode": "off-policy correction needs the log-probs of the distribution that tokens are sampled from",
     "worker_extension_cls": "weight sync runs in it",
@@ -99,17 +101,16 @@ def pairing_problems(c: RunConfig) -> Iterator[Problem]:
     """On shared accelerators: every device has one rank, and the same number of engine workers. A CPU has no devices to
     pair on."""
     rollout, replicas = c.rollout, c.rollout.num_replicas
-    if not c.mode.shares_devices or c.learner.num_ranks * rollout.engines_per_device == (
-        replicas * rollout.tensor_parallel_size
-    ):
+    workers = replicas * rollout.tensor_parallel_size
+    if not c.mode.shares_devices or c.learner.num_ranks * rollout.engines_per_device == workers:
         return
-    key, sign, number, workers = "rollout.tensor_parallel_size", "*", rollout.tensor_parallel_size, "one engine worker"
-    if (per_device := rollout.engines_per_device) > 1:
-        key, sign, number, workers = "rollout.engines_per_device", "/", per_device, f"{per_device} engines"
-    devices = replicas * rollout.tensor_parallel_size / per_device
+    key, sign, number, what = "rollout.tensor_parallel_size", "*", rollout.tensor_parallel_size, "one engine worker"
+    if (per_device := rollout.engines_per_device) > 1 and number == 1:
+        key, sign, number, what = "rollout.engines_per_device", "/", per_device, f"{per_device} engines"
+        workers /= per_device
     message = (
-        f"must be rollout.num_replicas {sign} {key} = {replicas} {sign} {number} = {devices:g} with "
-        f"mode.name={c.mode.name}: every device has one learner rank and {workers}"
+        f"must be rollout.num_replicas {sign} {key} = {replicas} {sign} {number} = {workers:g} with "
+        f"mode.name={c.mode.name}: every device has one learner rank and {what}"
     )
     yield problem(c, "learner.num_ranks", message, "change one of them", "rollout.num_replicas", key, "mode.name")
 
@@ -431,10 +432,10 @@ def _engines(c: RunConfig) -> Iterator[Problem]:
     """Whether the tokenizer has the tokens is known when it is loaded."""
     rollout, longest = c.rollout, longest_sequence(c)
     if rollout.engines_per_device > 1 and rollout.tensor_parallel_size > 1:
-        message = "must be 1 for engines of several devices, which have them to themselves"
+        message = "must be 1 if an engine spans several devices"
         yield problem(c, "rollout.engines_per_device", message, "lower one of them", "rollout.tensor_parallel_size")
     elif rollout.engines_per_device > rollout.num_replicas:
-        message = f"must be at most rollout.num_replicas = {rollout.num_replicas}, the engines that there are"
+        message = f"must be at most rollout.num_replicas = {rollout.num_replicas}, the number of engines"
         yield problem(c, "rollout.engines_per_device", message, "change one of them", "rollout.num_replicas")
     limits = f"must be at least {' + '.join(_LIMITS)} = {longest}"
     if 0 < rollout.max_model_len < longest:

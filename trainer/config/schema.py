@@ -271,9 +271,9 @@ class RolloutConfig:
     tensor_parallel_size: PositiveInt = 1
     """Devices per engine."""
     engines_per_device: PositiveInt = 1
-    """Engines that compute on one device, if `tensor_parallel_size=1`. What an engine does for each token on the CPU is
-    the work of one process: with a small model and hundreds of responses it takes longer than the device does, and two
-    or four engines generate faster than one. They divide `gpu_memory_utilization`. Not on `cpu`."""
+    """Engines that share a device, with `tensor_parallel_size=1`. For each token an engine does work on the CPU, in one
+    process: with a small model and hundreds of responses that takes longer than the device does, and two or four
+    engines generate faster than one. They divide `gpu_memory_utilization`. Not used on `cpu`."""
     num_workers: PositiveInt = 1
     """Rollout worker processes (CPU) that drive the engines and run rewards."""
     temperature: Annotated[Float, Ge(0.01), Le(2)] = 1.0

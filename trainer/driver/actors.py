@@ -105,7 +105,7 @@ async def create_learner(cfg: RunConfig, placement: Placement, backend: Backend)
 
 
 def create_engines(cfg: RunConfig, placement: Placement, backend: Backend, *, version: int) -> dict[str, Any]:
-    """Create the engines, which need their sizes (`size_engines`) and not the model, by their names."""
+    """Create the engines, which need their sizes (`plan_engines`) and not the model, by their names."""
     replicas = (f"replica_{index}" for index in range(cfg.rollout.num_replicas))
     return {name: new_engine(cfg, placement, backend, name=name, version=version) for name in replicas}
 
@@ -415,7 +415,7 @@ async def start_actors(
         log_ready("learner", stages)
         tokens = actors.learner.max_tokens_per_micro_batch
         stays = cfg.mode.shares_devices and actors.learner.stays_on_device
-        beside = "; its memory stays beside the engine's" if stays else ""
+        beside = "; its memory stays beside the engines'" if stays else ""
         log.info("learner: %s; up to %d tokens per micro-batch%s", ranks[0].description, tokens, beside)
 
     async def engine(name: str, actor: Any) -> None:

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trainer.builtin.tiny_model import cache_dir
 from trainer.config.schema import RayConfig, problem
 from trainer.driver.placement import (
-    SIZES,
+    DEVICES_NEEDED,
     Node,
     assign_free_nodes,
     check_device_is_named,
@@ -333,7 +333,7 @@ def _no_room(cfg: RunConfig, late: dict[str, Bundle], nodes: list[Node]) -> Prob
     free = _free()
     left = [replace(node, resources=free.get(node.node_id, {})) for node in nodes]
     return Problem(
-        key=SIZES,
+        key=DEVICES_NEEDED,
         value=f"no room for {', '.join(late)}: {describe_bundles(late)}",
         message=f"the Ray cluster is large enough ({describe_nodes(nodes)}), but after "
         f"ray.placement_timeout_s={cfg.ray.placement_timeout_s:g} no node had that left, besides what others hold and "

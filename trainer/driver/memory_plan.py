@@ -240,17 +240,25 @@ def learner_items(
     return tuple(items)
 
 
-def stays_for_sure(cfg: RunConfig, shape: ModelShape, device: Device) -> bool:
-    """Whether the learner stays beside its engines, even if it needs a tenth of the device more than planned."""
+def stays_for_sure(cfg: RunConfig, shape: ModelShape, device: Device, *, earlier_tokens: int | None) -> bool:
+    """Whether the learner stays beside its engines, even if it needs a tenth of the device more than planned.
+    `earlier_tokens` per micro-batch are those of the run before it was resumed."""
     if cfg.mode.offload == "always" or cfg.algorithm.uses_critic or cfg.algorithm.kl.reference_model is not None:
         return False
     reference = shape if cfg.algorithm.kl.coef > 0 and not shape.num_adapter_params else None
     more = replace(cfg.rollout, gpu_memory_utilization=min(1.0, cfg.rollout.gpu_memory_utilization + 0.1))
-    return planned_fit(replace(cfg, rollout=more), shape, device, reference, None).stays_on_device
+    cfg = replace(cfg, rollout=more, mode=replace(cfg.mode, offload="auto"))
+    return planned_fit(cfg, shape, device, reference, None, earlier_tokens=earlier_tokens).stays_on_device
 
 
 def planned_fit(
-    cfg: RunConfig, shape: ModelShape, device: Device, reference: ModelShape | None, critic: ModelShape | None
+    cfg: RunConfig,
+    shape: ModelShape,
+    device: Device,
+    reference: ModelShape | None,
+    critic: ModelShape | None,
+    *,
+    earlier_tokens: int | None = None,
 ) -> Fit:
     """Of a micro-batch by this plan; a run measures it at its start."""
     given = cfg.learner.max_tokens_per_micro_batch
@@ -272,7 +280,8 @@ def planned_fit(
     if given != "auto":
         fits_beside = beside is not None and (cfg.mode.offload == "never" or needed_bytes(given) <= beside)
         return Fit(given, stays_on_device=not cfg.mode.shares_devices or fits_beside)
-    return choose(cfg, most(usable_bytes(cfg, device.total_bytes)), None if beside is None else most(beside))
+    most_beside = None if beside is None else most(beside)
+    return choose(cfg, most(usable_bytes(cfg, device.total_bytes)), most_beside, earlier=earlier_tokens)
 
 
 def with_tokens(cfg: RunConfig, num_tokens: int | Literal["auto"]) -> RunConfig:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 ROLLOUT_WORKER_CPUS = 0.5  # they mostly wait, so two share a core
 RESTARTED = "_restart_"
 """In the name of a restarted actor, between the original name and the number of the restart."""
-SIZES = "learner.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size"
-PARTS = "learner.num_ranks + rollout.num_replicas / rollout.engines_per_device"
+DEVICES_NEEDED = "learner.num_ranks + rollout.num_replicas * rollout.tensor_parallel_size"
+DEVICES_NEEDED_DIVIDED = "learner.num_ranks + rollout.num_replicas / rollout.engines_per_device"
 ROUNDING = 1e-6  # Ray counts ten-thousandths of resources, whose float sums are not exact
 
 Bundle = Mapping[str, float]
@@ -37,7 +37,8 @@ class Placement:
     bundles: Mapping[str, Bundle]
     """Learners in order of rank, then engines, then rollout workers."""
     units: Sequence[Sequence[str]]
-    """Actors that must share a node: an engine and the learners whose devices it uses. All others are alone."""
+    """Actors that must share a node: engines of one device, and the learners whose devices they use. All others are
+    alone."""
     strategies: Mapping[str, Any] = field(default_factory=dict)
     """Scheduling strategies of Ray; empty on a private cluster, which is one node."""
     engine_devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class Placement:
     @property
     def is_paired(self) -> bool:
         """Whether engines compute on the learners' devices."""
-        return len(self.units) < len(self.bundles)
+        return any(len({kind_of(name) for name in unit}) > 1 for unit in self.units)
 
     @property
     def num_cpus(self) -> float:
@@ -94,22 +95,25 @@ def plan_placement(cfg: RunConfig, *, resource: str | None) -> Placement:
     if resource is None:
         learner, engine = {"CPU": threads}, {"CPU": threads * tp}
     else:
+        starts = range(0, replicas, per_device)
+        shared = [[f"replica_{i}" for i in range(first, min(first + per_device, replicas))] for first in starts]
         if unpaired := list(pairing_problems(cfg)):
             raise ConfigurationError(unpaired)
         learner, engine = {"CPU": 1, resource: 1}, {"CPU": 1, resource: tp if per_device == 1 else 1 / per_device}
         if cfg.mode.shares_devices:
             engine = {"CPU": 1}  # Ray counts the learner alone: it knows no actor with halves of several devices
-            shared = [
-                [*(f"learner_{rank}" for rank in ranks_of(i, cfg)), *(f"replica_{i + k}" for k in range(per_device))]
-                for i in range(0, replicas, per_device)
-            ]
+            learners = ([f"learner_{rank}" for rank in ranks_of(first, cfg)] for first in starts)
+            shared = [[*ranks, *engines] for ranks, engines in zip(learners, shared, strict=True)]
     bundles: dict[str, Bundle] = {
         **{f"learner_{rank}": learner for rank in range(cfg.learner.num_ranks)},
         **{f"replica_{index}": engine for index in range(replicas)},
         **{f"rollout_worker_{index}": {"CPU": ROLLOUT_WORKER_CPUS} for index in range(cfg.rollout.num_workers)},
     }
-    together = {name for unit in shared for name in unit}
-    return Placement(bundles=bundles, units=[*shared, *([name] for name in bundles if name not in together)])
+    unit_of = {name: unit for unit in shared for name in unit}
+    units = [unit_of.get(name, [name]) for name in bundles]
+    return Placement(
+        bundles=bundles, units=[unit for unit, name in zip(units, bundles, strict=True) if unit[0] == name]
+    )
 
 
 def ranks_of(replica: int, cfg: RunConfig) -> range:
@@ -123,9 +127,9 @@ def check_fits(cfg: RunConfig, placement: Placement, *, backend: str, num_device
     if placement.num_devices <= num_devices:
         return
     ranks, rollout, needed = cfg.learner.num_ranks, cfg.rollout, placement.num_devices
-    key, value = SIZES, f"{ranks} + {rollout.num_replicas} * {rollout.tensor_parallel_size} = {needed}"
+    key, value = DEVICES_NEEDED, f"{ranks} + {rollout.num_replicas} * {rollout.tensor_parallel_size} = {needed}"
     if (per_device := rollout.engines_per_device) > 1:
-        key, value = PARTS, f"{ranks} + {rollout.num_replicas} / {per_device}, rounded up: {needed}"
+        key, value = DEVICES_NEEDED_DIVIDED, f"{ranks} + {rollout.num_replicas} / {per_device}, rounded up: {needed}"
     if placement.is_paired:
         key, value = "learner.num_ranks", str(ranks)
     message = f"{where} has {num_devices} {backend} device{'' if num_devices == 1 else 's'}"
@@ -239,7 +243,7 @@ def _does_not_fit(bundles: Mapping[str, Bundle], nodes: Sequence[Node]) -> Probl
         sizes = " or ".join(sorted(too_large))
         hint = f"no node has {sizes}, and an actor is on one node: make it smaller, or add nodes"
     return Problem(
-        key=SIZES,
+        key=DEVICES_NEEDED,
         value=describe_bundles(bundles),
         message=f"must fit on the {len(nodes)} nodes of the Ray cluster: {describe_nodes(nodes)}",
         hint=hint,

@@ -19,7 +19,7 @@ from rollout.agent.runner import make_loop
 from rollout.errors import PluginError
 from trainer.algorithms.group_filter import own_group_filter
 from trainer.config.algorithm import is_own, load_own, traits_of
-from trainer.config.rules import estimator_problems
+from trainer.config.rules import SIZES_OF_CACHE, estimator_problems
 from trainer.config.schema import problem
 from trainer.config.seats import Seats, engine_seats
 from trainer.driver.actors import why_engines_read_weights
@@ -113,37 +113,36 @@ def recheck_resume(cfg: RunConfig, checked: PreflightResult, checkpoints: Path) 
     return replace(checked, resumed=resumed)
 
 
-class EngineSizes(NamedTuple):
-    """Of each engine."""
-
+class EnginePlan(NamedTuple):
     seats: Seats
+    """Of each engine."""
     cache_bytes: int | None
-    """None: an engine measures what is left for its cache, or the configuration has the size."""
+    """Of each engine; None: it measures what is left for its cache, or the configuration has the size."""
     in_turns: bool
     """Learner and engines cannot start at the same time: on a device that they share there may be no room for both."""
 
 
-def size_engines(cfg: RunConfig, checked: PreflightResult) -> EngineSizes:
-    """Planned where the model and the devices are on this host. Blocks for seconds.
+def plan_engines(cfg: RunConfig, checked: PreflightResult) -> EnginePlan:
+    """Caches are planned where the model and the devices are on this host. Blocks for seconds.
 
     Raises:
         ConfigurationError: there is no plan, or no room, for several engines on a device.
     """
-    has_devices, is_divided = checked.backend.ray_resource is not None, cfg.rollout.engines_per_device > 1
-    alternates = has_devices and cfg.mode.shares_devices
+    rollout, has_devices = cfg.rollout, checked.backend.ray_resource is not None
+    shares, is_divided = has_devices and cfg.mode.shares_devices, has_devices and rollout.engines_per_device > 1
     memory, both_fit = None, False
-    if alternates or is_divided or cfg.rollout.max_num_seqs == "auto":
+    if shares or is_divided or rollout.max_num_seqs == "auto":
         memory, both_fit = _planned(cfg, checked)
     has_room = memory is not None and memory.kv_tokens >= memory.longest_tokens
-    if is_divided and has_devices and not has_room:
+    has_size = any(name in rollout.engine_args for name in SIZES_OF_CACHE)
+    if is_divided and not has_room and not has_size:
         message = "needs the model and the devices here, to plan their caches"
         hint = "use 1: an engine alone measures what is left for its cache"
         if memory is not None:
-            message = f"leaves room for {memory.kv_tokens} tokens in each, and a sequence has {memory.longest_tokens}"
+            message = f"leaves room for {memory.kv_tokens} tokens in each; a sequence needs {memory.longest_tokens}"
             hint = "use fewer, or raise rollout.gpu_memory_utilization"
         raise ConfigurationError([problem(cfg, "rollout.engines_per_device", message, hint)])
-    at_once = alternates and has_room and both_fit
-    is_planned = memory is not None and has_devices and (is_divided or at_once)
+    at_once = shares and both_fit and has_room and memory is not None and not memory.uncounted
     inputs = checked.inputs
     seats = engine_seats(
         cfg,
@@ -151,8 +150,9 @@ def size_engines(cfg: RunConfig, checked: PreflightResult) -> EngineSizes:
         num_evaluated=inputs.num_evaluated(cfg),
         kv_tokens=None if memory is None or memory.uncounted else memory.kv_tokens,
     )
+    is_planned = (is_divided or at_once) and not has_size
     cache_bytes = memory.kv_bytes if memory is not None and is_planned else None
-    return EngineSizes(seats, cache_bytes, in_turns=alternates and not at_once)
+    return EnginePlan(seats, cache_bytes, in_turns=shares and not at_once)
 
 
 def _planned(cfg: RunConfig, checked: PreflightResult) -> tuple[EngineMemory | None, bool]:
@@ -167,7 +167,9 @@ def _planned(cfg: RunConfig, checked: PreflightResult) -> tuple[EngineMemory | N
         shape = model_shape(cfg.model, model)
     except ModelError:  # the learner reports it
         return None, False
-    return engine_memory(cfg, shape, device), stays_for_sure(cfg, shape, device)
+    earlier = {} if checked.resumed is None else checked.resumed.state.get("learner", {})
+    tokens = earlier.get("max_tokens_per_micro_batch")
+    return engine_memory(cfg, shape, device), stays_for_sure(cfg, shape, device, earlier_tokens=tokens)
 
 
 def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:

@@ -29,7 +29,7 @@ from trainer.driver.cluster import Cluster
 from trainer.driver.datasets import make_source
 from trainer.driver.evaluation import pinned_versions
 from trainer.driver.loops import TrainingRun
-from trainer.driver.preflight import EngineSizes, PreflightResult, log_inputs, preflight, recheck_resume, size_engines
+from trainer.driver.preflight import EnginePlan, PreflightResult, log_inputs, plan_engines, preflight, recheck_resume
 from trainer.driver.state import RunState
 from trainer.errors import CheckpointError, ConfigurationError, ModelError, first_cause, note_log, one_line
 from trainer.learner import checkpoint
@@ -145,7 +145,7 @@ class Driver:
     async def _work(self) -> None:
         cfg, progress = self._cfg, self._telemetry.progress
         model = asyncio.create_task(ensure_model(cfg), name="model")
-        planning = asyncio.create_task(asyncio.to_thread(size_engines, cfg, self._checked), name="seats")
+        planning = asyncio.create_task(asyncio.to_thread(plan_engines, cfg, self._checked), name="plan of the engines")
         try:
             with start_phase(progress, self._telemetry.tracer, "starting Ray"):
                 known = {
@@ -166,15 +166,19 @@ class Driver:
             model.cancel()
             await asyncio.gather(model, planning, return_exceptions=True)
 
-    async def _with_cluster(self, model: asyncio.Task[None], planning: asyncio.Task[EngineSizes]) -> None:
+    async def _with_cluster(self, model: asyncio.Task[None], planning: asyncio.Task[EnginePlan]) -> None:
         progress, tracer, backend = self._telemetry.progress, self._telemetry.tracer, self._checked.backend
-        learner, placement = await compose.create_learner(self._cfg, self._checked.placement, backend)
-        sizes = await planning
-        placement = replace(placement, cache_bytes=sizes.cache_bytes)
+        creating = asyncio.create_task(compose.create_learner(self._cfg, self._checked.placement, backend))
+        try:
+            plan = await planning
+            learner, placement = await creating
+        finally:
+            creating.cancel()
+        placement = replace(placement, cache_bytes=plan.cache_bytes)
         self._checked = checked = replace(self._checked, placement=placement)
-        self._cfg = cfg = replace(self._cfg, rollout=replace(self._cfg.rollout, max_num_seqs=sizes.seats.number))
-        if sizes.seats.why:
-            progress.note(f"engines: {sizes.seats}")
+        self._cfg = cfg = replace(self._cfg, rollout=replace(self._cfg.rollout, max_num_seqs=plan.seats.number))
+        if plan.seats.why:
+            progress.note(f"engines: {plan.seats}")
         engines = compose.create_engines(cfg, placement, backend, version=self._state.version - 1)
         actors = compose.Actors(learner=learner, engines=engines, workers=[])
         coordinator = compose.make_coordinator(cfg, actors)
@@ -184,7 +188,7 @@ class Driver:
             actors = compose.with_workers(cfg, checked.placement, actors)
             with start_phase(progress, tracer, "starting engines and learners"):
                 await actors.learner.check_directory(self._telemetry.run_dir.path)
-                await start_actors(cfg, actors, checked.resumed, tracer, in_turns=sizes.in_turns)
+                await start_actors(cfg, actors, checked.resumed, tracer, in_turns=plan.in_turns)
             devices = compose.make_devices(cfg, actors, coordinator, tracer)
             with start_phase(progress, tracer, "opening weight sync"):
                 await coordinator.open()

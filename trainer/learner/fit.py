@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config.algorithm import loss_traits
-from trainer.config.rules import longest_sequence, longest_slice
+from trainer.config.rules import SIZES_OF_CACHE, longest_sequence, longest_slice
 from trainer.data.batch import MicroBatch
 from trainer.errors import LearnerError
 from trainer.learner.offload import take_block
@@ -37,8 +37,6 @@ ENOUGH_TOKENS = 32768
 """Of a micro-batch: for more the learner does not leave its device to the engine and come back in every step."""
 SMALL = (2048, 4096)
 """Tokens of the two micro-batches from which memory per token is measured."""
-SIZES_OF_CACHE = ("kv_cache_memory_bytes", "num_gpu_blocks_override")
-"""Engine arguments with which an engine takes another share of its device than `rollout.gpu_memory_utilization`."""
 
 log = logging.getLogger(__name__)
 

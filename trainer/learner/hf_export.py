@@ -65,7 +65,7 @@ def export_hf(path: Path, *, model: PreTrainedModel, source_dir: Path, config: M
 
 
 def export_checkpoint(checkpoint: Path, out: Path, cfg: RunConfig) -> None:
-    """Write to `out`, which is replaced, the bits that `PolicyTrainer.export_hf` would write after `load(checkpoint)`.
+    """Write to `out`, which is replaced, the same bytes as `PolicyTrainer.export_hf` after `load(checkpoint)`.
     (LoRA adapters are merged on the CPU, so matrix products may differ in the last bit.)
 
     Peak memory: one copy of the model in `model.rollout_dtype` (with LoRA two: the frozen base in

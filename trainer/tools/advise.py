@@ -519,11 +519,17 @@ def _split_text(found: Diagnosis, facts: RunFacts) -> list[str]:
     if not found.splits or facts.shares_cores or facts.cfg.mode.shares_devices:
         return []
     num_ranks, tp, best = facts.cfg.learner.num_ranks, facts.cfg.rollout.tensor_parallel_size, found.splits[0]
-    here = f"{num_ranks} for the learner, {facts.cfg.rollout.num_replicas} x {tp} for engines"
+
+    def split(ranks: int, replicas: int) -> str:
+        per_device = facts.cfg.rollout.engines_per_device
+        engines = f"{replicas} x {tp}" if per_device == 1 else f"{replicas} / {per_device}"
+        return f"{ranks} for the learner, {engines} for engines"
+
+    here = split(num_ranks, facts.cfg.rollout.num_replicas)
     if best.num_ranks == num_ranks:
         return [f"Of {facts.num_devices} devices, the split of this run ({here}) is the best of {len(found.splits)}."]
     today = next(split for split in found.splits if split.num_ranks == num_ranks)
-    there = f"{best.num_ranks} for the learner, {best.num_replicas} x {tp} for engines"
+    there = split(best.num_ranks, best.num_replicas)
     gain = f"{_s(best.step_s)} a step instead of {_s(today.step_s)}, {today.step_s / best.step_s:.2f} times as fast"
     return [f"This run's split: {here}. Best of {facts.num_devices} devices by the model: {there}: {gain}."]
 

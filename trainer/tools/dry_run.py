@@ -101,9 +101,10 @@ def _memory(plan: RunPlan, cfg: RunConfig) -> list[str]:
     ]
     if not plan.device.is_shared:
         workspace = gib(workspace_bytes(plan.device))
-        is_planned = num_engines > 1 or (plan.is_paired and plan.fit.stays_on_device)
-        sure = "its cache is as planned here" if is_planned else "it measures its own at the start"
-        lines.append(f"  Assumed workspace of {'the' if num_engines == 1 else 'each'} engine: {workspace}; {sure}.")
+        sized = "it measures its own at the start" if num_engines == 1 else "its cache is as planned here"
+        if num_engines == 1 and plan.is_paired and plan.fit.stays_on_device:
+            sized = "its cache is as planned here if it starts beside the learner; otherwise it measures its own"
+        lines.append(f"  Assumed workspace of {'the' if num_engines == 1 else 'each'} engine: {workspace}; {sized}.")
     if engine.uncounted:
         names = ", ".join(f"rollout.engine_args.{name}" for name in engine.uncounted)
         lines.append(
@@ -260,8 +261,9 @@ def _who(names: Sequence[str], cfg: RunConfig, *, is_paired: bool) -> str:
         numbers[kind_of(name)].append(int(name.rpartition("_")[2]))
 
     def share(replica: int) -> str:
-        tp = cfg.rollout.tensor_parallel_size
-        return f"{tp}, with {numbered('rank', ranks_of(replica, cfg))}" if is_paired else str(tp)
+        tp, per_device = cfg.rollout.tensor_parallel_size, cfg.rollout.engines_per_device
+        part = str(tp) if per_device == 1 else f"1/{per_device}"
+        return f"{part}, with {numbered('rank', ranks_of(replica, cfg))}" if is_paired else part
 
     parts = (
         numbered("learner rank", numbers["learner"]),

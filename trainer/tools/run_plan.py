@@ -378,18 +378,27 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     weights, buffer, longest = engine.items[0], engine.items[-1], engine.longest_tokens
     utilization = "rollout.gpu_memory_utilization"
     own_bytes, rest_bytes = int(share * device.total_bytes), int((1 - share) * device.total_bytes)
-    is_sure = not engine.uncounted
+    is_sure, per_device = not engine.uncounted, cfg.rollout.engines_per_device
+    limits = "rollout.max_model_len or rollout.max_response_tokens"
+    most_tokens, key, do = engine.max_kv_tokens, utilization, f"raise it, lower {limits}, or {weights.hint}"
+    if per_device > 1:  # their caches are as planned
+        most_tokens, key = engine.kv_tokens, "rollout.engines_per_device"
+        do = f"lower it, raise {utilization}, or lower {limits}"
+    if device.is_shared:
+        key = "rollout.kv_cache_gib"
     kept, what = plan.arena_bytes, "arena that stays"
     hint = "lower it: the learner's context and arena stay while it is away"
     if plan.fit.stays_on_device:
         kept, what, hint = min_bytes(plan.learner), "learner that stays", "lower it, or use mode.offload=auto"
     rows = (
         (
-            is_sure and engine.max_kv_tokens < longest,
-            "rollout.kv_cache_gib" if device.is_shared else utilization,
-            f"room for {engine.max_kv_tokens} tokens next to {gib(weights.nbytes)} of weights",
-            f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
-            f"raise it, lower rollout.max_model_len or rollout.max_response_tokens, or {weights.hint}",
+            is_sure and most_tokens < longest,
+            key,
+            f"room for {most_tokens} tokens next to {gib(weights.nbytes // per_device)} of weights",
+            f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens in each engine"
+            if per_device > 1
+            else f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
+            do,
         ),
         (
             plan.is_paired and own_bytes + kept > device.total_bytes,

@@ -399,7 +399,7 @@ async def test_engines_whose_turn_comes_later_import_at_once_and_begin_when_the_
 
     await start([Noting(setup=ready)], [Noting(**engine().responses)], in_turns=True, mode={"name": "colocated"})
     assert order == ["node_address", "prepare", "setup", *([] if stays else ["offload"]), "start"]
-    assert ("its memory stays beside the engine's" in caplog.text) == stays
+    assert ("its memory stays beside the engines'" in caplog.text) == stays
     order.clear()
     await start([Noting(setup=ready)], [Noting(**engine().responses)], mode={"name": "colocated"})
     assert order[:3] == ["node_address", "start", "setup"] and ("offload" not in order) == stays

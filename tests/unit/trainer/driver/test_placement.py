@@ -199,6 +199,8 @@ def test_engines_divide_a_device_that_they_share_with_its_learner_or_have_to_the
     assert [[*ranks_of(i, cfg)] for i in range(6)] == [[0]] * 3 + [[1]] * 3
     apart = plan(1, 5, per_device=2)
     assert (apart.num_devices, apart.options("replica_4")) == (1 + 3, {"num_cpus": 1, "num_gpus": 0.5})
+    assert apart.units[1:4] == [["replica_0", "replica_1"], ["replica_2", "replica_3"], ["replica_4"]]
+    assert placement.is_paired and not apart.is_paired
     with pytest.raises(
         ConfigurationError, match=r"(?s)engines_per_device = 1 \+ 5 / 2, rounded up: 4\n.*this host has 3 cuda"
     ):

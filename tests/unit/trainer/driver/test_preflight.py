@@ -239,14 +239,14 @@ def test_seats_are_those_that_the_cache_of_this_host_is_planned_to_have() -> Non
     """512 responses of 4 tokens may be in flight; a MiB holds a thousand tokens of this model."""
     cfg = tiny("rollout.max_num_seqs=auto", "rollout.group_size=4", "rollout.kv_cache_gib=0.001")
     checked = preflight.preflight(cfg)
-    small, cache_bytes, in_turns = preflight.size_engines(cfg, checked)
+    small, cache_bytes, in_turns = preflight.plan_engines(cfg, checked)
     assert cache_bytes is None and not in_turns
     assert small.number < 512 and "its cache of 1,048 tokens" in small.why
     roomy = replace(cfg, rollout=replace(cfg.rollout, kv_cache_gib=0.1))
-    assert preflight.size_engines(roomy, checked).seats == (512, "all 512 that may be in flight")
+    assert preflight.plan_engines(roomy, checked).seats == (512, "all 512 that may be in flight")
     elsewhere = SimpleNamespace(ray_resource="GPU", unavailable_reason=lambda: "the device is on other nodes")
-    assert preflight.size_engines(cfg, replace(checked, backend=elsewhere)).seats.number == 512
-    assert preflight.size_engines(tiny(), checked).seats == (128, "")
+    assert preflight.plan_engines(cfg, replace(checked, backend=elsewhere)).seats.number == 512
+    assert preflight.plan_engines(tiny(), checked).seats == (128, "")
 
 
 GPU = SimpleNamespace(name="cuda", ray_resource="GPU", unavailable_reason=lambda: None, device_bytes=lambda: 80 << 30)
@@ -270,7 +270,7 @@ def test_caches_are_planned_where_others_start_on_the_device(
     """Two GiB are assumed for the workspace of each engine; the model has a few MiB."""
     cfg = tiny("rollout.num_replicas=1", "rollout.gpu_memory_utilization=0.3", *overrides)
     checked = preflight.preflight(replace(cfg, learner=replace(cfg.learner, compile=False)))
-    found = preflight.size_engines(cfg, replace(checked, backend=GPU))
+    found = preflight.plan_engines(cfg, replace(checked, backend=GPU))
     assert found.cache_bytes == (None if kv_gib is None else pytest.approx(kv_gib * (1 << 30), rel=1e-3))
     assert found.in_turns == in_turns
 
@@ -281,7 +281,7 @@ def test_engines_that_share_a_device_need_a_plan_with_room() -> None:
     elsewhere = SimpleNamespace(ray_resource="GPU", unavailable_reason=lambda: "the device is on other nodes")
     for backend, message in ((GPU, "leaves room for"), (elsewhere, "needs the model and the devices here")):
         with pytest.raises(ConfigurationError, match=f"engines_per_device = 2\n *{message}"):
-            preflight.size_engines(cfg, replace(checked, backend=backend))
+            preflight.plan_engines(cfg, replace(checked, backend=backend))
 
 
 def test_a_private_cluster_with_fewer_cpus_than_its_actors_take_is_refused() -> None:

@@ -19,7 +19,7 @@ from trainer.driver import run as run_module
 from trainer.driver.checkpointing import find_resume_point, origin
 from trainer.driver.datasets import DataSets
 from trainer.driver.placement import Placement
-from trainer.driver.preflight import EngineSizes, PreflightResult
+from trainer.driver.preflight import EnginePlan, PreflightResult
 from trainer.driver.state import EvalMetrics, RunState
 from trainer.errors import CheckpointError, ConfigurationError
 from trainer.learner import checkpoint
@@ -256,7 +256,7 @@ class Start:
             (run_module, "_start_cluster", self._step("start_cluster", cluster)),
             (run_module, "start_actors", self._step("start_actors")),
             (run_module, "ensure_model", nothing),
-            (run_module, "size_engines", lambda *_: EngineSizes(Seats(1, ""), None, in_turns=False)),
+            (run_module, "plan_engines", lambda *_: EnginePlan(Seats(1, ""), None, in_turns=False)),
             (
                 run_module.compose,
                 "create_learner",

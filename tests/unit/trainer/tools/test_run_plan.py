@@ -35,6 +35,7 @@ from trainer.driver.memory_plan import (
     learner_items,
     min_bytes,
     model_shape,
+    stays_for_sure,
     total,
 )
 from trainer.learner import flops
@@ -281,6 +282,28 @@ def test_shapes_of_other_architectures() -> None:
     assert [latent.kv_bytes_per_token(tensor_parallel_size=n, dtype_bytes=2) for n in (1, 8)] == [
         3 * (512 + 64) * 2
     ] * 2
+
+
+@pytest.mark.parametrize(
+    ("utilization", "offload", "earlier_tokens", "expected"),
+    [
+        (0.5, "auto", None, True),
+        (0.5, "never", None, True),
+        (0.5, "always", None, False),
+        (0.5, "auto", 49152, False),  # a run that is resumed keeps them, and leaves its device for them
+        (0.8, "auto", None, False),
+        (0.8, "never", None, False),  # it is refused, and until then engines must not take the memory
+    ],
+)
+def test_a_learner_surely_stays_only_with_room_to_spare(
+    utilization: float, offload: str, earlier_tokens: int | None, expected: bool
+) -> None:
+    cfg = config(
+        learner={"num_ranks": 1, "max_tokens_per_micro_batch": "auto"},
+        rollout={"num_replicas": 1, "gpu_memory_utilization": utilization},
+        mode={**COLOCATED["mode"], "offload": offload},
+    )
+    assert stays_for_sure(cfg, SMALL, BIG, earlier_tokens=earlier_tokens) == expected
 
 
 # What cannot fit, and what a person reads
