@@ -290,7 +290,7 @@ def test_shapes_of_other_architectures() -> None:
         (0.5, "auto", None, True),
         (0.5, "never", None, True),
         (0.5, "always", None, False),
-        (0.5, "auto", 49152, False),  # a run that is resumed keeps them, and leaves its device for them
+        (0.5, "auto", 65536, False),  # a run that is resumed keeps them, and leaves its device for them
         (0.8, "auto", None, False),
         (0.8, "never", None, False),  # it is refused, and until then engines must not take the memory
     ],
