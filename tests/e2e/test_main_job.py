@@ -111,7 +111,7 @@ def test_the_trace_shows_weights_moving_while_groups_are_generated(job: TrainerP
     pulls, pauses = spans(events, "pull v"), spans(events, "paused for v")
     assert len(pulls) == len(pauses) == len(syncs)
     overlapping = [p for p in pulls if any(g[0] < p[1] and p[0] < g[1] for g in groups)]
-    # Usually two thirds; on a busy machine the learner waits more often, while nothing is generated.
+    # 13 and 14 of 20 on an idle machine; 9 were seen on a busy one.
     assert len(overlapping) >= len(pulls) // 4
     # Staged: a version's bytes are there before its pause begins.
     assert all(pulled[1] <= pause[0] for pulled, pause in zip(pulls, pauses, strict=True))
