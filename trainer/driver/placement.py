@@ -91,29 +91,27 @@ def plan_placement(cfg: RunConfig, *, resource: str | None) -> Placement:
     cannot share devices in these numbers."""
     replicas, tp, threads = cfg.rollout.num_replicas, cfg.rollout.tensor_parallel_size, cfg.device.cpu_threads
     per_device = cfg.rollout.engines_per_device
-    shared: list[list[str]] = []
+    together: list[list[str]] = []
     if resource is None:
         learner, engine = {"CPU": threads}, {"CPU": threads * tp}
     else:
         starts = range(0, replicas, per_device)
-        shared = [[f"replica_{i}" for i in range(first, min(first + per_device, replicas))] for first in starts]
+        together = [[f"replica_{i}" for i in range(first, min(first + per_device, replicas))] for first in starts]
         if unpaired := list(pairing_problems(cfg)):
             raise ConfigurationError(unpaired)
         learner, engine = {"CPU": 1, resource: 1}, {"CPU": 1, resource: tp if per_device == 1 else 1 / per_device}
         if cfg.mode.shares_devices:
             engine = {"CPU": 1}  # Ray counts the learner alone: it knows no actor with halves of several devices
             learners = ([f"learner_{rank}" for rank in ranks_of(first, cfg)] for first in starts)
-            shared = [[*ranks, *engines] for ranks, engines in zip(learners, shared, strict=True)]
+            together = [[*ranks, *engines] for ranks, engines in zip(learners, together, strict=True)]
     bundles: dict[str, Bundle] = {
         **{f"learner_{rank}": learner for rank in range(cfg.learner.num_ranks)},
         **{f"replica_{index}": engine for index in range(replicas)},
         **{f"rollout_worker_{index}": {"CPU": ROLLOUT_WORKER_CPUS} for index in range(cfg.rollout.num_workers)},
     }
-    unit_of = {name: unit for unit in shared for name in unit}
-    units = [unit_of.get(name, [name]) for name in bundles]
-    return Placement(
-        bundles=bundles, units=[unit for unit, name in zip(units, bundles, strict=True) if unit[0] == name]
-    )
+    unit_of = {name: unit for unit in together for name in unit}
+    units = [unit for name in bundles if (unit := unit_of.get(name, [name]))[0] == name]
+    return Placement(bundles=bundles, units=units)
 
 
 def ranks_of(replica: int, cfg: RunConfig) -> range:

@@ -381,8 +381,9 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
     is_sure, per_device = not engine.uncounted, cfg.rollout.engines_per_device
     limits = "rollout.max_model_len or rollout.max_response_tokens"
     most_tokens, key, do = engine.max_kv_tokens, utilization, f"raise it, lower {limits}, or {weights.hint}"
+    in_each = ""
     if per_device > 1:  # their caches are as planned
-        most_tokens, key = engine.kv_tokens, "rollout.engines_per_device"
+        most_tokens, key, in_each = engine.kv_tokens, "rollout.engines_per_device", " in each engine"
         do = f"lower it, raise {utilization}, or lower {limits}"
     if device.is_shared:
         key = "rollout.kv_cache_gib"
@@ -395,9 +396,7 @@ def _engine_problems(plan: RunPlan, cfg: RunConfig) -> list[Problem]:
             is_sure and most_tokens < longest,
             key,
             f"room for {most_tokens} tokens next to {gib(weights.nbytes // per_device)} of weights",
-            f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens in each engine"
-            if per_device > 1
-            else f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens",
+            f"an engine device of {gib(device.total_bytes)} must hold one sequence of {longest} tokens{in_each}",
             do,
         ),
         (
