@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import DeepseekV2Config, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from tests.fakes.row_shards import rows_of
 from tests.fakes.sync_world import LocalPublisher
 from tests.fakes.vllm_models import write_checkpoints
 from weight_sync.control.coordinator import SyncCoordinator
@@ -52,15 +51,10 @@ class Learner(LocalPublisher):
     """The whole model on one rank, on the learner's device."""
 
     def __init__(self, full: dict[str, torch.Tensor], device: str) -> None:
-        super().__init__(0, 1, full)
+        params = [ParamMeta(name=n, shape=tuple(t.shape), dtype="bfloat16") for n, t in full.items()]
+        super().__init__(0, 1, full, params)
         self.device = device
         self.publisher = WeightPublisher(get_backend("cpu" if device == "cpu" else "auto"), rank=0)
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(ParamMeta(name=n, shape=tuple(t.shape), dtype="bfloat16") for n, t in self.full.items())
-
-    def ws_describe(self) -> bytes:
-        return self.publisher.describe(self.params(), rows_of(self.params(), 0, 1), {})
 
     def ws_publish(self, version: int, deadline_s: float) -> bytes:
         # float32 masters, as an optimizer holds them: exact, since the checkpoint is bfloat16.
