@@ -37,10 +37,10 @@ async def call(ref: Any, *, timeout_s: float | None, who: str, what: str, hint: 
         raise RemoteTimeout(f"{what} timed out after {timeout_s:g} s on {who}; {hint}") from error
 
 
-async def start_actor(actor: Any, name: str, *, timeout_s: float) -> Any:
+async def start_actor(actor: Any, name: str, *, timeout_s: float, **arguments: Any) -> Any:
     """What the actor's `start` returns. `timeout_s` is `trainer.startup_timeout_s`. Raises as `call`."""
     hint = f"increase trainer.startup_timeout_s if it was still loading; its output is in {ACTOR_OUTPUT}"
-    return await call(actor.start.remote(), timeout_s=timeout_s, who=name, what="start", hint=hint)
+    return await call(actor.start.remote(**arguments), timeout_s=timeout_s, who=name, what="start", hint=hint)
 
 
 def kill_actor(actor: Any) -> None:

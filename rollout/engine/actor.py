@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine.vllm_config import engine_environ
-from rollout.engine.vllm_engine import VllmEngine
+from rollout.engine.vllm_engine import IMPORTS, VllmEngine, import_vllm
 from weight_sync.device.select import build as backend_called
 from weight_sync.device.select import take_devices
 from weight_sync.errors import DeviceError
@@ -27,7 +27,11 @@ PAUSE_LIMIT_S = 300.0
 
 
 class EngineActor:
-    """Builds one engine and forwards calls to it. A plain class: `engine_actor()` is the same under Ray."""
+    """Builds one engine and forwards calls to it. A plain class: `engine_actor()` is the same under Ray.
+
+    Args:
+        spec: what is known when the process is created; `start` gets the rest.
+    """
 
     def __init__(
         self,
@@ -36,21 +40,47 @@ class EngineActor:
         pause_limit_s: float = PAUSE_LIMIT_S,
         build: Callable[[EngineSpec], Engine] = VllmEngine,
     ) -> None:
+        self._spec, self._build = replace(spec, pause_limit_s=pause_limit_s), build
+        self._imports: asyncio.Future[float] | None = None
+        self._arguments: Mapping[str, Any] | None = None
+        self._started: Engine | None = None
+
+    async def prepare(self, devices: tuple[str, ...] = ()) -> None:
+        """Import vLLM: while the driver plans, and while another has the device. Where that touches a device (see
+        `EngineSpec.forks`), it must know which."""
+        if self._imports is None:
+            if not self._spec.forks:
+                self._take(devices)
+            self._imports = asyncio.ensure_future(import_vllm(self._spec))
+        await asyncio.shield(self._imports)
+
+    async def start(self, **found: Any) -> Mapping[str, float]:
+        """See `Engine.start`. `found` are fields of the spec that were not known before. Raises DeviceError if the
+        environment is not what the device needs."""
+        imports_s = 0.0 if self._imports is None else await self._imports
+        spec = replace(self._spec, **found)
+        arguments = {**self._take(spec.devices), **spec.engine_args}
+        spec = replace(spec, engine_args=arguments)
+        if problems := backend_called(spec.device).check_env("engine", engine_environ(spec)):
+            raise DeviceError("; ".join(problems))
+        self._started = self._build(spec)
+        stages = await self._started.start()
+        return {stage: seconds + imports_s * (stage == IMPORTS) for stage, seconds in stages.items()}
+
+    def _take(self, devices: tuple[str, ...]) -> Mapping[str, Any]:
+        """Make only its devices visible, once. Returns the arguments that name them."""
         import ray
 
-        places = take_devices(spec.device, ray, own=spec.devices, own_first=not takes_device_ids())
-        arguments = {**device_arguments(places), **spec.engine_args}
-        self._spec = replace(spec, pause_limit_s=pause_limit_s, engine_args=arguments)
-        self._engine = build(self._spec)
+        if self._arguments is None:
+            places = take_devices(self._spec.device, ray, own=devices, own_first=not takes_device_ids())
+            self._arguments = device_arguments(places)
+        return self._arguments
 
-    async def prepare(self) -> None:
-        await self._engine.prepare()
-
-    async def start(self) -> Mapping[str, float]:
-        """See `Engine.start`. Raises DeviceError if the environment is not what the device needs."""
-        if problems := backend_called(self._spec.device).check_env("engine", engine_environ(self._spec)):
-            raise DeviceError("; ".join(problems))
-        return await self._engine.start()
+    @property
+    def _engine(self) -> Engine:
+        if self._started is None:
+            raise RuntimeError("the engine is not started; await start() first")
+        return self._started
 
     async def generate_group(
         self, request_ids: Sequence[str], token_ids: Sequence[np.ndarray], params: Sequence[SamplingParams]
@@ -107,7 +137,8 @@ class EngineActor:
         return self._engine.load()
 
     async def close(self) -> None:
-        await self._engine.close()
+        if self._started is not None:
+            await self._started.close()
 
 
 def engine_actor() -> Any:

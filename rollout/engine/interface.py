@@ -140,10 +140,6 @@ class Engine(ABC):
     - after the engine died every call raises `EngineDead`; no call waits indefinitely.
     """
 
-    async def prepare(self) -> None:
-        """The part of `start` that needs no device, for a start while another has it. `start` repeats no part of it."""
-        return
-
     @abstractmethod
     async def start(self) -> Mapping[str, float]:
         """Load the model and generate once, so that all one-time compilation is done. The seconds of each stage."""

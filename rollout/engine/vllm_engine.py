@@ -42,12 +42,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+IMPORTS = "imports"
+"""A stage of `start`."""
 _POLL_S = 0.25
 """How often a wait checks whether the engine process died; vLLM leaves such a wait hanging."""
 _ABORT_TIMEOUT_S = 5.0
 _RESUME_TIMEOUT_S = 30.0
 _SLEEP_TIMEOUT_S = 60.0
 _OPEN_ADAPTER_TIMEOUT_S = 60.0
+
+
+async def import_vllm(spec: EngineSpec) -> float:
+    """Import vLLM under the environment of `spec`, and start the process that its processes are forked from. Returns
+    the seconds that it took; next to none if it is there. Not twice at the same time."""
+    began = time.monotonic()
+    with printed_cause(), temporary_environment(engine_environ(spec)):
+        if spec.forks:
+            begin_imports()
+        # In a thread: it blocks for seconds, and starts of other engines may share this event loop.
+        await asyncio.to_thread(import_module, "vllm.v1.engine.async_llm")
+    return time.monotonic() - began
 
 
 class VllmEngine(Engine):
@@ -64,8 +78,6 @@ class VllmEngine(Engine):
         self._meter = LoadMeter()
         self._activity = Activity(clock)
         self._requests = RequestTable(self._activity)
-        self._imports_s: float | None = None
-        """None before `prepare`."""
         self._llm: AsyncLLM | None = None
         self._adapter: Any = None
         self._dead_reason = ""
@@ -78,21 +90,10 @@ class VllmEngine(Engine):
 
     # ---------------------------------------------------------------- life
 
-    async def prepare(self) -> None:
-        if self._imports_s is not None:
-            return
-        begin = self._clock()
-        with printed_cause(), temporary_environment(engine_environ(self._spec)):
-            if self._spec.forks:
-                begin_imports()
-            # In a thread: it blocks for seconds, and starts of other engines may share this event loop.
-            await asyncio.to_thread(import_module, "vllm.v1.engine.async_llm")
-        self._imports_s = self._clock() - begin
-
     async def start(self) -> dict[str, float]:
-        await self.prepare()
+        imports_s = await import_vllm(self._spec)
         with printed_cause():
-            return {"imports": self._imports_s or 0.0, **await self._start()}
+            return {IMPORTS: imports_s, **await self._start()}
 
     async def _start(self) -> dict[str, float]:
         imported = self._clock()

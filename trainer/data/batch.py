@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import numpy as np
 
     from trainer.algorithms.advantages import GroupRewards
 
@@ -35,8 +35,10 @@ class Sample:
     """float32[T]"""
     versions: np.ndarray
     """int32[T]: policy version that sampled the token; -1 outside `loss_mask`."""
-    rewards: np.ndarray
-    """float32[T]: of each turn at its last generated token, of the outcome (after shaping) at the last one of all."""
+    rewards: np.ndarray | None
+    """float32[T]: of each turn at its last generated token, of the outcome (after shaping) at the last one of all. None
+    where the advantages are final."""
+    num_loss_tokens: int
     response_index: int
     """Counts the scored responses of the step, trained or not; the same for all sequences of one response."""
     group_id: int
@@ -45,10 +47,6 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def num_loss_tokens(self) -> int:
-        return int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

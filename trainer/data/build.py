@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count, groupby, pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ _NO_SAMPLE = Sample(
     advantages=np.zeros(2, np.float32),
     versions=np.full(2, -1, np.int32),
     rewards=np.zeros(2, np.float32),
+    num_loss_tokens=0,
     response_index=-1,
     group_id=-1,
     sample_index=-1,
@@ -111,6 +112,7 @@ def build_train_batch(
         sizes, loss_mask = [s.num_tokens for s in parts], np.concatenate([s.loss_mask for s in parts])
         per_token = np.repeat([weights[i] for i in members] or [0.0], sizes)
         pending = algorithm.finishes_on_ranks
+        rewards = [s.rewards for s in parts if s.rewards is not None]
         return MicroBatch(
             cu_seqlens=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
             token_ids=np.concatenate([s.token_ids for s in parts]),
@@ -120,7 +122,7 @@ def build_train_batch(
             advantages=np.concatenate([s.advantages for s in parts]),
             loss_weights=np.where(loss_mask, per_token, 0.0).astype(np.float32),
             cov_selected=None if selected is None else np.concatenate([selected[i] for i in members] or [loss_mask]),
-            token_rewards=np.concatenate([s.rewards for s in parts]) if pending else None,
+            token_rewards=np.concatenate(rewards) if pending else None,
             response_index=np.array([s.response_index for s in parts], np.int32) if pending else None,
             prefix_lens=prefix_lens(members) if is_shared else None,
         )
@@ -162,9 +164,9 @@ def build_samples(
             the estimator takes parts of the reward, and no response of the step has any.
     """
 
-    def outcome(trajectory: Trajectory) -> float:
+    def outcome(trajectory: Trajectory, num_generated: int) -> float:
         return trajectory.reward + overlong_penalty(
-            trajectory.num_generated_tokens,
+            num_generated,
             max_tokens=max_response_tokens,
             buffer_tokens=algorithm.overlong_buffer_tokens,
             penalty=algorithm.overlong_penalty,
@@ -173,7 +175,7 @@ def build_samples(
     excluded: Counter[str] = Counter()
     traits = traits_of(algorithm)
     to_go = traits.reward_to_go and not algorithm.finishes_on_ranks
-    scored: list[list[tuple[Trajectory, np.ndarray, np.ndarray]]] = []
+    scored: list[list[_Spans]] = []
     rewards: list[GroupRewards] = []
     group_ids: list[int] = []
     for group in groups:
@@ -182,14 +184,19 @@ def build_samples(
         if len(trajectories) == 1 and traits.needs_peers:
             excluded[SINGLE_SAMPLE] += 1
         elif trajectories:
-            spans = [(t, *_credit_spans(t, outcome(t), to_go=to_go)) for t in trajectories]
+            nums = [t.num_generated_tokens for t in trajectories]
+            spans = [
+                _credit_spans(t, outcome(t, num), num, to_go=to_go) for t, num in zip(trajectories, nums, strict=True)
+            ]
             baseline = group.baseline if traits.greedy_baseline else None
             rewards.append(
                 GroupRewards(
-                    rewards_G=np.concatenate([rewards_K for _, rewards_K, _ in spans]),
-                    lengths_G=np.concatenate([lengths_K for *_, lengths_K in spans]),
+                    rewards_G=np.concatenate([one.rewards_K for one in spans]),
+                    lengths_G=np.concatenate([one.lengths_K for one in spans]),
                     parts_G=_parts(trajectories) if traits.uses_parts else {},
-                    baseline=None if baseline is None else outcome(baseline) + _turn_reward(baseline),
+                    baseline=None
+                    if baseline is None
+                    else outcome(baseline, baseline.num_generated_tokens) + _turn_reward(baseline),
                 )
             )
             scored.append(spans)
@@ -201,30 +208,44 @@ def build_samples(
     samples: list[Sample] = []
     indices = count()
     for group_id, spans, advantages_G in zip(group_ids, scored, advantages, strict=True):
-        cuts = np.cumsum([len(lengths_K) for *_, lengths_K in spans])[:-1]
-        for (trajectory, _, lengths_K), advantages_K in zip(spans, np.split(advantages_G, cuts), strict=True):
+        cuts = np.cumsum([len(one.lengths_K) for one in spans])[:-1]
+        for one, advantages_K in zip(spans, np.split(advantages_G, cuts), strict=True):
             index = next(indices)
-            if trajectory.num_generated_tokens == 0:
+            if one.num_generated == 0:
                 excluded[EMPTY] += 1
-            elif trajectory.status == "truncated" and algorithm.mask_truncated:
+            elif one.trajectory.status == "truncated" and algorithm.mask_truncated:
                 excluded[TRUNCATED] += 1
             else:
-                generated = np.repeat(advantages_K, lengths_K)
-                samples += _samples(trajectory, generated, outcome(trajectory), group_id=group_id, response_index=index)
+                samples += _samples(
+                    one, advantages_K, group_id=group_id, response_index=index, is_final=not algorithm.finishes_on_ranks
+                )
     return samples, tuple(rewards), {reason: n for reason, n in sorted(excluded.items()) if n}
 
 
-def _credit_spans(trajectory: Trajectory, outcome: float, *, to_go: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Parts of a trajectory whose tokens share an advantage: its turns, each with what is still to come (`to_go`), else
-    one with the sum of all; at least one, of no token if there is none. (rewards float64[K], tokens int64[K])."""
-    num_generated = trajectory.num_generated_tokens
+class _Spans(NamedTuple):
+    """Parts of a trajectory whose tokens share an advantage."""
+
+    trajectory: Trajectory
+    outcome: float
+    num_generated: int
+    rewards_K: np.ndarray
+    """float64[K]"""
+    lengths_K: np.ndarray
+    """int64[K]: generated tokens."""
+
+
+def _credit_spans(trajectory: Trajectory, outcome: float, num_generated: int, *, to_go: bool) -> _Spans:
+    """Its turns, each with what is still to come (`to_go`), else one span with the sum of all; at least one, of no
+    token if there is none."""
     if not to_go or num_generated == 0:
-        return np.array([outcome + _turn_reward(trajectory)]), np.array([num_generated])
+        rewards_K = np.array([outcome + _turn_reward(trajectory)])
+        return _Spans(trajectory, outcome, num_generated, rewards_K, np.array([num_generated]))
     mask_T = trajectory.loss_mask
     lengths_K = np.array([n for turn in trajectory.turns() if (n := int(turn.is_generated.sum()))], np.int64)
     # Nothing is rewarded between the tokens of a turn, so its first token represents all of them.
     firsts_K = np.cumsum(lengths_K) - lengths_K
-    return reward_to_go(_token_rewards(trajectory, outcome), mask_T)[mask_T][firsts_K], lengths_K
+    rewards_K = reward_to_go(_token_rewards(trajectory, outcome), mask_T)[mask_T][firsts_K]
+    return _Spans(trajectory, outcome, num_generated, rewards_K, lengths_K)
 
 
 def _turn_reward(trajectory: Trajectory) -> float:
@@ -249,37 +270,37 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
 
 
 def _samples(
-    trajectory: Trajectory, advantages: np.ndarray, outcome: float, *, group_id: int, response_index: int
+    spans: _Spans, advantages_K: np.ndarray, *, group_id: int, response_index: int, is_final: bool
 ) -> list[Sample]:
-    """One per token sequence. `advantages` are those of the generated tokens."""
+    """One per token sequence, with rewards unless its advantages are final."""
+    trajectory, sequences = spans.trajectory, spans.trajectory.sequences()
     loss_mask, logprobs = trajectory.loss_mask, trajectory.logprobs
     if not np.isfinite(logprobs).all():
         bad = int(np.flatnonzero(~np.isfinite(logprobs))[0])
         raise ValueError(
             f"{_name(trajectory)}: generated token {bad} has log-probability {logprobs[bad]}; it must be finite"
         )
-    if loss_mask[[sequence.start for sequence in trajectory.sequences()]].any():
+    if any(loss_mask[sequence.start] for sequence in sequences):
         raise ValueError(
             f"{_name(trajectory)} begins with a generated token; the first turn must begin with the prompt's tokens"
         )
     per_token = np.zeros(len(loss_mask), np.float32)
-    per_token[loss_mask] = advantages
-    arrays = {
-        "token_ids": trajectory.token_ids,
-        "loss_mask": loss_mask,
-        "behavior_logprobs": logprobs,
-        "advantages": per_token,
-        "versions": trajectory.versions,
-        "rewards": _token_rewards(trajectory, outcome).astype(np.float32),
-    }
+    per_token[loss_mask] = np.repeat(advantages_K, spans.lengths_K)
+    rewards_T = None if is_final else _token_rewards(trajectory, spans.outcome).astype(np.float32)
     return [
         Sample(
-            **{name: array[sequence] for name, array in arrays.items()},
+            token_ids=trajectory.token_ids[sequence],
+            loss_mask=loss_mask[sequence],
+            behavior_logprobs=logprobs[sequence],
+            advantages=per_token[sequence],
+            versions=trajectory.versions[sequence],
+            rewards=None if rewards_T is None else rewards_T[sequence],
+            num_loss_tokens=spans.num_generated if len(sequences) == 1 else int(np.count_nonzero(loss_mask[sequence])),
             response_index=response_index,
             group_id=group_id,
             sample_index=trajectory.sample_index,
         )
-        for sequence in trajectory.sequences()
+        for sequence in sequences
     ]
 
 

@@ -105,20 +105,29 @@ async def create_learner(cfg: RunConfig, placement: Placement, backend: Backend)
 
 
 def create_engines(cfg: RunConfig, placement: Placement, backend: Backend, *, version: int) -> dict[str, Any]:
-    """Create the engines, which need their sizes (`plan_engines`) and not the model, by their names."""
+    """Create the engines, by their names. They begin to import their libraries; neither their sizes nor the model need
+    be known yet."""
     replicas = (f"replica_{index}" for index in range(cfg.rollout.num_replicas))
     return {name: new_engine(cfg, placement, backend, name=name, version=version) for name in replicas}
 
 
 def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: str, version: int) -> Any:
-    """One engine actor, not yet started."""
+    """One engine actor that imports its libraries, not yet started."""
     spec = engine_spec(with_located_models(cfg), backend, name=name, version=version)
-    spec = replace(spec, devices=placement.devices(name))
-    if placement.cache_bytes is not None:
-        spec = replace(spec, kv_cache_gib=placement.cache_bytes / 2**30)
-    actor = engine_actor().options(**_options(cfg, backend, placement, role="engine", name=name))
+    factory = engine_actor().options(**_options(cfg, backend, placement, role="engine", name=name))
     # Longer than any sync, after which the coordinator ends the pause.
-    return actor.remote(spec, pause_limit_s=max(PAUSE_LIMIT_S, 2 * cfg.weight_sync.timeout_s))
+    actor = factory.remote(spec, pause_limit_s=max(PAUSE_LIMIT_S, 2 * cfg.weight_sync.timeout_s))
+    if spec.forks:
+        actor.prepare.remote()  # `start` waits for it, and raises what it raises
+    return actor
+
+
+async def start_engine(cfg: RunConfig, placement: Placement, actor: Any, *, name: str) -> Mapping[str, float]:
+    """With its sizes (`plan_engines`) and devices. Returns the seconds of each stage."""
+    found: dict[str, Any] = {"max_num_seqs": num_seats(cfg.rollout), "devices": placement.devices(name)}
+    if placement.cache_bytes is not None:
+        found["kv_cache_gib"] = placement.cache_bytes / 2**30
+    return await start_actor(actor, name, timeout_s=cfg.trainer.startup_timeout_s, **found)
 
 
 @contextlib.contextmanager
@@ -219,7 +228,7 @@ def make_fleet(
             restarted = f"{name}{RESTARTED}{number}"
             actors.engines[name] = new = new_engine(cfg, placement, backend, name=restarted, version=live_version())
             with _killed_on_failure(new):
-                await start_actor(new, name, timeout_s=timeout_s)
+                await start_engine(cfg, placement, new, name=name)
                 return await coordinator.join(EngineReplica(name, new))
 
     fleet = Fleet(
@@ -250,7 +259,6 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         float32_head=float32_head(cfg, backend),
         tensor_parallel_size=rollout.tensor_parallel_size,
         max_model_len=rollout.max_model_len if rollout.max_model_len else longest_sequence(cfg),
-        max_num_seqs=num_seats(rollout),
         gpu_memory_utilization=rollout.gpu_memory_utilization / rollout.engines_per_device,
         kv_cache_gib=rollout.kv_cache_gib if backend.name == "cpu" else None,
         num_threads=cfg.device.cpu_threads,
@@ -382,13 +390,18 @@ TRACE_ROW = "start"
 
 
 async def start_actors(
-    cfg: RunConfig, actors: Actors, resumed: ResumePoint | None, tracer: Tracer, *, in_turns: bool
+    cfg: RunConfig,
+    placement: Placement,
+    actors: Actors,
+    resumed: ResumePoint | None,
+    tracer: Tracer,
+    *,
+    in_turns: bool,
 ) -> None:
     """Load models into learner and engines concurrently, and start the reward processes.
 
     Args:
-        in_turns: engines only import their libraries until the learner is ready, and has left their devices if it
-            does not stay there.
+        in_turns: engines wait until the learner is ready, and has left their devices if it does not stay there.
 
     Raises:
         TimeoutError: not all were ready within `trainer.startup_timeout_s`.
@@ -419,11 +432,12 @@ async def start_actors(
         log.info("learner: %s; up to %d tokens per micro-batch%s", ranks[0].description, tokens, beside)
 
     async def engine(name: str, actor: Any) -> None:
-        log_ready(name, await start_actor(actor, name, timeout_s=limit_s))
+        log_ready(name, await start_engine(cfg, placement, actor, name=name))
 
     async def prepare(name: str, actor: Any) -> None:
         hint = f"increase trainer.startup_timeout_s; its output is in {ACTOR_OUTPUT}"
-        await call(actor.prepare.remote(), timeout_s=limit_s, who=name, what="import", hint=hint)
+        ref = actor.prepare.remote(placement.devices(name))
+        await call(ref, timeout_s=limit_s, who=name, what="import", hint=hint)
 
     async def engines() -> None:
         async def started() -> None:

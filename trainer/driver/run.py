@@ -169,6 +169,8 @@ class Driver:
     async def _with_cluster(self, model: asyncio.Task[None], planning: asyncio.Task[EnginePlan]) -> None:
         progress, tracer, backend = self._telemetry.progress, self._telemetry.tracer, self._checked.backend
         creating = asyncio.create_task(compose.create_learner(self._cfg, self._checked.placement, backend))
+        # At once, as the learner: what they import takes longer than the plan.
+        engines = compose.create_engines(self._cfg, self._checked.placement, backend, version=self._state.version - 1)
         try:
             plan = await planning
             learner, placement = await creating
@@ -179,7 +181,6 @@ class Driver:
         self._cfg = cfg = replace(self._cfg, rollout=replace(self._cfg.rollout, max_num_seqs=plan.seats.number))
         if plan.seats.why:
             progress.note(f"engines: {plan.seats}")
-        engines = compose.create_engines(cfg, placement, backend, version=self._state.version - 1)
         actors = compose.Actors(learner=learner, engines=engines, workers=[])
         coordinator = compose.make_coordinator(cfg, actors)
         try:
@@ -188,7 +189,7 @@ class Driver:
             actors = compose.with_workers(cfg, checked.placement, actors)
             with start_phase(progress, tracer, "starting engines and learners"):
                 await actors.learner.check_directory(self._telemetry.run_dir.path)
-                await start_actors(cfg, actors, checked.resumed, tracer, in_turns=plan.in_turns)
+                await start_actors(cfg, placement, actors, checked.resumed, tracer, in_turns=plan.in_turns)
             devices = compose.make_devices(cfg, actors, coordinator, tracer)
             with start_phase(progress, tracer, "opening weight sync"):
                 await coordinator.open()

@@ -110,24 +110,44 @@ def test_a_learner_computes_on_the_device_that_ray_gave_it(
 @pytest.mark.parametrize(("version", "arguments", "shown"), [("0.25.1", {"device_ids": [2, 3]}, None),
                                                              ("0.19.0", {}, "2,3,0,1")])  # fmt: skip
 @pytest.mark.parametrize("devices", [(), ("2", "3")])
-def test_an_engine_takes_its_devices_by_number_or_has_them_first(
+@pytest.mark.parametrize("imports", ["before", "in start"])
+async def test_an_engine_takes_its_devices_by_number_or_has_them_first(
     monkeypatch: pytest.MonkeyPatch,
     version: str,
     arguments: dict[str, Any],
     shown: str | None,
     devices: tuple[str, ...],
+    imports: str,
 ) -> None:
+    """Before it imports vLLM, which asks the driver of this device."""
     ray = fake_ray([] if devices else ["2", "3"])
     monkeypatch.setattr("ray.get_runtime_context", ray.get_runtime_context)
     monkeypatch.setattr("ray.nodes", ray.nodes)
     monkeypatch.setattr("weight_sync.vllm.compat.installed_version", lambda: version)
+    for variable in build("rocm").process_env("engine"):
+        monkeypatch.setenv(variable.name, variable.value)
     seen: list[object] = []
 
-    def building(spec: EngineSpec) -> Any:
-        seen.extend((spec.engine_args, os.environ.get(HIP)))
+    async def importing(_spec: EngineSpec) -> float:
+        seen.append(os.environ.get(HIP))
+        return 2.0
 
-    EngineActor(EngineSpec(model="none", device="rocm", tensor_parallel_size=2, devices=devices), build=building)
-    assert seen == [arguments, shown]
+    async def starting() -> dict[str, float]:
+        return {"imports": 0.5, "model": 1.0}
+
+    def building(spec: EngineSpec) -> Any:
+        seen.extend((spec.engine_args, spec.max_num_seqs, os.environ.get(HIP)))
+        return SimpleNamespace(start=starting)
+
+    monkeypatch.setattr("rollout.engine.actor.import_vllm", importing)
+    spec = EngineSpec(model="none", device="rocm", tensor_parallel_size=2, forks=False)
+    actor = EngineActor(spec, build=building)
+    if imports == "before":
+        await actor.prepare(devices)
+        await actor.prepare(devices)
+    stages = await actor.start(devices=devices, max_num_seqs=9)
+    assert seen == [*([shown] if imports == "before" else []), arguments, 9, shown]
+    assert stages == {"imports": 2.5 if imports == "before" else 0.5, "model": 1.0}
 
 
 @pytest.fixture

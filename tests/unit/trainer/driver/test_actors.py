@@ -49,10 +49,10 @@ class HandActor:
         self.calls: list[tuple[str, tuple[object, ...]]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: self._respond(name, args))
+        return SimpleNamespace(remote=lambda *args, **named: self._respond(name, args, named))
 
-    def _respond(self, name: str, args: tuple[object, ...]) -> Ref:
-        self.calls.append((name, args))
+    def _respond(self, name: str, args: tuple[object, ...], named: dict[str, object]) -> Ref:
+        self.calls.append((name, (*args, *([named] if named else []))))
         future: Future[object] = Future()
         response = self.responses.get(name)
         if isinstance(response, BaseException):
@@ -71,7 +71,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """Kind of an actor -> the positional arguments that each of them is made of."""
     found: dict[str, list[Any]] = {"learner": [], "engine": [], "rollout_worker": []}
     for kind, calls in found.items():
-        actor = SimpleNamespace(remote=lambda *args, _calls=calls, **_: _calls.append(args))
+        actor = SimpleNamespace(remote=lambda *args, _calls=calls, **_: (_calls.append(args), HandActor())[1])
         monkeypatch.setattr(compose, f"{kind}_actor", lambda actor=actor: SimpleNamespace(options=lambda **_: actor))
     return found
 
@@ -93,13 +93,25 @@ async def test_learner_and_engines_round_logits_both_or_not_at_all(
 
 
 @pytest.mark.parametrize("planned", [None, 3 << 29])
-def test_an_engine_measures_its_cache_or_gets_the_one_that_is_planned(
-    planned: int | None, made: dict[str, list[Any]]
+async def test_a_start_brings_what_was_not_known_when_the_engine_was_created(planned: int | None) -> None:
+    """It measures its cache where none is planned."""
+    cfg, actor = config(rollout={"max_num_seqs": 77}), HandActor()
+    placement = replace(plan_placement(cfg, resource="GPU"), cache_bytes=planned, engine_devices={"replica_0": ("3",)})
+    await compose.start_engine(cfg, placement, actor, name="replica_0_restart_1")
+    cache = {} if planned is None else {"kv_cache_gib": 1.5}
+    assert actor.calls == [("start", ({"max_num_seqs": 77, "devices": ("3",), **cache},))]
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cuda", ["prepare"]), ("rocm", [])])
+def test_an_engine_imports_as_soon_as_it_is_created_where_that_touches_no_device(
+    device: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg = load_config(["rollout.num_replicas=2"])
-    placement = replace(plan_placement(cfg, resource="GPU"), cache_bytes=planned)
-    compose.create_engines(cfg, placement, build("cuda"), version=0)
-    assert [spec.kv_cache_gib for (spec,) in made["engine"]] == [None if planned is None else 1.5] * 2
+    cfg, actor = config(), HandActor()
+    factory = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_, **_keys: actor))
+    monkeypatch.setattr(compose, "engine_actor", lambda: factory)
+    made = compose.create_engines(cfg, plan_placement(cfg, resource="GPU"), build(device), version=0)
+    assert set(made.values()) == {actor}
+    assert [name for name, _ in actor.calls] == calls * len(made)
 
 
 def without_learner(**engines: Any) -> Any:
@@ -341,7 +353,10 @@ async def start(
     named_engines = {f"replica_{i}": e for i, e in enumerate(engines)}
     actors = Actors(learner=LearnerGroup(ranks, timeout_s=30.0), engines=named_engines, workers=[*workers])
     tracer = Tracer(trace)
-    await compose.start_actors(config(**sections), actors, resumed, tracer, in_turns=in_turns)
+    cfg = config(**sections)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, max_num_seqs=8))
+    placement = plan_placement(cfg, resource=None)
+    await compose.start_actors(cfg, placement, actors, resumed, tracer, in_turns=in_turns)
     tracer.close()
 
 
@@ -403,7 +418,7 @@ async def test_engines_whose_turn_comes_later_import_at_once_and_begin_when_the_
     order.clear()
     await start([Noting(setup=ready)], [Noting(**engine().responses)], mode={"name": "colocated"})
     assert order[:3] == ["node_address", "start", "setup"] and ("offload" not in order) == stays
-    assert "prepare" not in order, "an engine that need not wait imports when it starts"
+    assert "prepare" not in order
 
 
 @pytest.mark.parametrize(
@@ -521,7 +536,7 @@ async def test_the_fleet_learns_at_once_what_weight_sync_has_lost_also_before_it
 async def test_a_lost_engine_is_replaced_and_a_new_one_without_weights_is_killed(
     fails_at: str, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cfg, found = config(rollout={"max_engine_restarts": 1}), list[str]()
+    cfg, found = config(rollout={"max_engine_restarts": 1, "max_num_seqs": 8}), list[str]()
     new = HandActor(start=OSError("no") if fails_at == "start" else None)
     old = HandActor(load=EngineDead("it died"))
 
