@@ -1,4 +1,10 @@
-"""Starts vLLM's processes, waits for them, and ends them."""
+"""Starts vLLM's processes, waits for them, and ends them.
+
+    RunServer (of the driver)  ── forks ──> engine process of every engine on its host
+    own fork server of an actor ── forks ──> its engine process, where there is no other (another host; tools)
+
+A fork server has imported vLLM, which takes longer than all else in a start with warm caches.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,13 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -17,9 +26,12 @@ import psutil
 from rollout.engine.vllm_config import engine_config, known_end_tokens, stat_logger
 from rollout.processes import kill_with_parent
 from rollout.rendering import load_tokenizer
+from weight_sync.device.environment import temporary_environment
 from weight_sync.vllm import compat as vllm_compat
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from rollout.engine.interface import EngineSpec
@@ -29,20 +41,34 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PRELOAD = ("rollout.engine.preload",)
+SERVER_VAR = "TANDEM_ENGINE_SERVER"
+"""Of the environment of a run's processes: `pid:socket` of its `RunServer`."""
+_STREAMS = (1, 2)
 _END_TIMEOUT_S = 30.0
 """Of a process that was killed. It ends when its current call to the device does."""
 _END_POLL_S = 0.05
 
 
 class EngineProcess(ForkServerProcess):
-    """Gets the environment that its parent has at the start, as a spawned process would; the server is older."""
+    """Has what its parent has at the start, as a spawned process would, and not what the server has: environment,
+    stdout and stderr. It is killed with its parent, and with the server."""
+
+    _streams: list[Any]
 
     def start(self) -> None:
         self._environment = dict(os.environ)
         super().start()
 
+    def __getstate__(self) -> dict[str, Any]:  # on its way to the server
+        return {**self.__dict__, "_streams": [reduction.DupFd(stream) for stream in _STREAMS]}
+
     def run(self) -> None:
+        for stream, sent in zip(_STREAMS, self._streams, strict=True):
+            given = sent.detach()
+            os.dup2(given, stream)
+            os.close(given)
         _die_with_the_server()
+        threading.Thread(target=_die_with_the_parent, daemon=True).start()
         # Only what differs changes: code that sets the process's title looks for it next to the original environment.
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
@@ -60,13 +86,68 @@ class EngineContext(ForkServerContext):
     Process = EngineProcess  # pyright: ignore[reportAssignmentType]
 
 
+class RunServer:
+    """The fork server of a run for the engines on this host: it imports vLLM once, and from the begin of the run.
+
+    Args:
+        folder: of the socket; it is deleted with the run.
+        environ: what vLLM is to find while it is imported.
+    """
+
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        server: Any = forkserver.ForkServer()
+        server.set_forkserver_preload([*PRELOAD])
+        with temporary_environment({**environ, SERVER_VAR: "detached"}), _sockets_in(folder):
+            server.ensure_running()
+        self._pid: int = server._forkserver_pid
+        self._alive_fd: int = server._forkserver_alive_fd  # the server ends when it is closed, so with this process
+        self.address = f"{self._pid}:{server._forkserver_address}"
+
+    def close(self) -> None:
+        """Ends the server, and the engines that are left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+        os.close(self._alive_fd)
+
+
 def begin_imports() -> None:
-    """Start the fork server, if there is none yet; does not wait for its imports. Its socket is next to those of vLLM
-    if the run places them: this process ends by a kill, and would leave one in the temporary directory."""
-    if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
-        multiprocessing.current_process()._config["tempdir"] = folder  # pyright: ignore[reportAttributeAccessIssue]
-    multiprocessing.set_forkserver_preload(list(PRELOAD))
-    forkserver.ensure_running()
+    """Use the server of the run, or start one, if there is none yet; does not wait for its imports. Its socket is next
+    to those of vLLM if the run places them: this process ends by a kill, and would leave one in the temporary
+    directory."""
+    pid, _, address = os.environ.get(SERVER_VAR, "").partition(":")
+    if address and Path(address).exists() and _runs(int(pid)):  # else it is of another host, or was killed
+        server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+        if server._forkserver_address != address:
+            server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_WRONLY)
+            server.ensure_running = resource_tracker.ensure_running
+        return
+    with _sockets_in(os.environ.get("VLLM_RPC_BASE_PATH")):
+        multiprocessing.set_forkserver_preload([*PRELOAD])
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _sockets_in(folder: Path | str | None) -> Iterator[None]:
+    """A server that starts in the block has its socket there; None: in a temporary directory."""
+    config: dict[str, Any] = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
+    before = config.get("tempdir")
+    if folder is None:
+        yield
+        return
+    config["tempdir"] = str(folder)
+    try:
+        yield
+    finally:
+        config["tempdir"] = before
+
+
+def _die_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # it is ready when the kernel closes the parent's end of a pipe
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _die_with_the_server() -> None:
@@ -142,9 +223,10 @@ def _process_tree(processes: list[Any]) -> list[psutil.Process]:
     return tree
 
 
-def _runs(process: psutil.Process) -> bool:
+def _runs(process: psutil.Process | int) -> bool:
     """False for a zombie: it holds nothing, and its new parent may never reap it."""
     try:
+        process = psutil.Process(process) if isinstance(process, int) else process
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -26,6 +26,9 @@ from ray.job_config import JobConfig
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rollout.engine.interface import EngineSpec
+from rollout.engine.vllm_config import engine_environ
+from rollout.engine.vllm_process import SERVER_VAR, RunServer
 from trainer.builtin.tiny_model import cache_dir
 from trainer.config.schema import RayConfig, problem
 from trainer.driver.placement import (
@@ -42,6 +45,7 @@ from trainer.driver.process_cleaner import RUN_ID_VAR, ProcessCleaner
 from trainer.errors import ConfigurationError, Problem, one_line
 from trainer.subprograms import ROOT
 from trainer.telemetry.last_words import copy_logs
+from weight_sync.device import merge_env
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -72,6 +76,12 @@ _ADDED_BY_RAY = (
 
 class ClusterLost(RuntimeError):
     """Ray itself has ended."""
+
+
+def _engine_environment(cfg: RunConfig, backend: Backend) -> dict[str, str]:
+    """What any engine of the run finds when it imports its libraries."""
+    env = merge_env(backend.process_env("engine"), cfg.device.env, dict(os.environ))
+    return engine_environ(EngineSpec(model="", device=backend.name, env=env))
 
 
 class Cluster:
@@ -105,13 +115,13 @@ class Cluster:
         resource = backend.ray_resource
         devices = {resource: backend.num_devices()} if resource else {}
         try:
-            cluster = cls._start_own(cfg, placement, devices, last_words)
+            cluster = cls._start_own(cfg, placement, backend, devices, last_words)
         except Exception as error:
             # Ray gives a node 30 s, without a setting for it, and then raises a plain `Exception`.
             if not isinstance(error, TimeoutError) and "timed out" not in str(error):
                 raise
             log.warning("Ray did not start in time (was the host suspended?); starting it again: %s", one_line(error))
-            cluster = cls._start_own(cfg, placement, devices, last_words)
+            cluster = cls._start_own(cfg, placement, backend, devices, last_words)
         if resource:
             here = Node(node_id="here", address="this host", resources=devices)
             _warn_of_idle_devices(dict.fromkeys(placement.bundles, here.node_id), placement, [here], resource)
@@ -122,6 +132,7 @@ class Cluster:
         cls,
         cfg: RunConfig,
         placement: Placement,
+        backend: Backend,
         devices: dict[str, int],
         last_words: Mapping[str, object] | None,
     ) -> Cluster:
@@ -135,6 +146,11 @@ class Cluster:
             if _keep_token_in(scratch):
                 stack.callback(os.environ.pop, TOKEN_PATH, None)
             stack.callback(ray.shutdown)
+            if devices and backend.capabilities().engine_forks:
+                server = RunServer(scratch, _engine_environment(cfg, backend))
+                stack.callback(server.close)
+                os.environ[SERVER_VAR] = server.address
+                stack.callback(os.environ.pop, SERVER_VAR, None)
             env = {
                 "VLLM_RPC_BASE_PATH": str(scratch),  # a killed vLLM leaves its sockets
                 "TMPDIR": str(scratch),

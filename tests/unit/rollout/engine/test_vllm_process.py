@@ -125,6 +125,109 @@ def test_a_forked_process_has_the_imports_of_the_server_and_the_environment_of_i
     assert len(list((tmp_path / "sockets").iterdir())) == 1
 
 
+RUN = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+from rollout.engine import vllm_process
+
+def report(path):
+    print("printed by the engine", flush=True)
+    found = {"pid": os.getpid(), "server": os.getppid(), "was_there": "wave" in was_there, "value": os.environ["VALUE"],
+             "session": os.getsid(0)}
+    with open(path + ".part", "w") as file:
+        json.dump(found, file)
+    os.rename(path + ".part", path)
+    time.sleep(60)
+
+was_there = set(sys.modules)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "actor":
+        vllm_process.begin_imports()
+        vllm_process.begin_imports()
+        process = vllm_process.EngineContext().Process(target=report, args=(sys.argv[2],))
+        process.start()
+    else:
+        vllm_process.PRELOAD = ("rollout.engine.preload", "wave")
+        server = vllm_process.RunServer(Path(sys.argv[2]), {"VALUE": "of the server"})
+        print(json.dumps(server.address), flush=True)
+        sys.stdin.readline()
+        server.close()
+        print("closed", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    """`run(*arguments, **environment)` -> a process of RUN with a file for what it prints."""
+    program, started = tmp_path / "run.py", list[subprocess.Popen[str]]()
+    program.write_text(RUN)
+    # The modules of the real server take seconds to import.
+    (tmp_path / "fast").mkdir()
+    (tmp_path / "fast" / "vllm.py").write_text("raise ImportError")
+
+    def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(program), *arguments],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path / 'fast'}:{ROOT}", **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_ends(tmp_path: Path, run: Any) -> None:
+    (tmp_path / "sockets").mkdir()
+    driver = run("driver", str(tmp_path / "sockets"))
+    address = json.loads(driver.stdout.readline())
+
+    def engine_of_new_actor(name: str, **environment: str) -> tuple[Any, dict[str, Any]]:
+        report = tmp_path / name
+        actor = run("actor", str(report), VALUE=name, TANDEM_ENGINE_SERVER=address, **environment)
+        wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
+        found = json.loads(report.read_text())
+        assert (found["was_there"], found["value"]) == (True, name)
+        assert actor.stdout.readline() == "printed by the engine\n", "an error is looked for in what its actor printed"
+        return actor, found
+
+    (killed, first), (_, second) = engine_of_new_actor("first"), engine_of_new_actor("second")
+    server = psutil.Process(first["server"])
+    assert server.pid == second["server"] == int(address.partition(":")[0])
+    assert server.pid == first["session"], "Ctrl-C in a terminal does not reach it"
+    killed.kill()
+    left = psutil.Process(first["pid"])
+    wait_until(lambda: not is_running(left), within_s=60.0, what="an engine outlived its actor")
+    assert is_running(psutil.Process(second["pid"])) and is_running(server)
+    driver.stdin.write("\n")
+    driver.stdin.flush()
+    assert driver.stdout.readline() == "closed\n"
+    assert not is_running(server)
+    left = psutil.Process(second["pid"])
+    wait_until(lambda: not is_running(left), within_s=60.0, what="an engine outlived the server")
+
+
+def test_a_killed_driver_takes_the_server_along_and_an_actor_without_one_has_its_own(tmp_path: Path, run: Any) -> None:
+    (tmp_path / "sockets").mkdir()
+    driver = run("driver", str(tmp_path / "sockets"))
+    address = json.loads(driver.stdout.readline())
+    server = psutil.Process(int(address.partition(":")[0]))
+    driver.kill()
+    wait_until(lambda: not is_running(server), within_s=60.0, what="the server outlived its driver")
+    report = tmp_path / "report"
+    actor = run("actor", str(report), VALUE="mine", TANDEM_ENGINE_SERVER=address)
+    wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
+    own = psutil.Process(json.loads(report.read_text())["server"])
+    assert own.ppid() == actor.pid
+
+
 def test_vllm_gets_the_context_once_and_its_own_function_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
