@@ -68,7 +68,11 @@ class _Engine:
         self.num_reserved = 0
         """Of the requests: those of evaluations."""
         self.num_elsewhere = 0
-        """Requests that other senders have there."""
+        """Requests that other senders had there when the driver asked last."""
+        self.num_elsewhere_counts = False
+        """For where a group goes. Not once this sender has had nothing in flight since: where responses are shorter
+        than the time between two questions, and all senders begin a step together, the others have ended what they
+        had, too, and to avoid the engine that was last would overload the rest."""
         self.limit = limit
         self.excluded: str | None = None
         """Why it gets nothing more."""
@@ -237,6 +241,7 @@ class RequestScheduler:
         """`name` as the driver sees it. A pinned engine gets nothing new of training; what it has continues."""
         engine = self._engine(name)
         engine.is_pinned, engine.num_elsewhere = is_pinned, num_elsewhere
+        engine.num_elsewhere_counts = self._is_busy
         self._admit()
 
     def may_drain(self, name: str) -> bool:
@@ -346,7 +351,8 @@ class RequestScheduler:
 
         def load(name: str) -> int:
             engine = self._engines[name]
-            return engine.outstanding_tokens + engine.num_elsewhere * submission.tokens // num_requests
+            num_elsewhere = engine.num_elsewhere if engine.num_elsewhere_counts else 0
+            return engine.outstanding_tokens + num_elsewhere * submission.tokens // num_requests
 
         return min(usable, key=load, default=None)
 
@@ -360,6 +366,13 @@ class RequestScheduler:
         engine.outstanding_tokens -= tokens
         engine.num_requests -= num_requests
         engine.num_reserved -= num_requests * is_reserved
+        if not self._is_busy:
+            for one in self._engines.values():
+                one.num_elsewhere_counts = False
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(engine.num_requests for engine in self._engines.values())
 
     def _engine(self, name: str) -> _Engine:
         if name not in self._engines:

@@ -87,6 +87,23 @@ async def test_a_pinned_engine_gets_nothing_new_and_its_groups_go_elsewhere() ->
 
 
 @in_virtual_time
+async def test_what_others_have_counts_until_everything_of_this_sender_has_ended() -> None:
+    """All senders begin a step together. What was still running when the driver asked, in the last step, has ended."""
+    scheduler = make("a", "b")
+    assert await enter(scheduler, 0) == ["a"]
+    scheduler.set_view("b", num_elsewhere=9)
+    assert await enter(scheduler, 1) == ["a"]
+    scheduler.release("a", tokens=20, num_requests=2)
+    assert await enter(scheduler, 2, 3) == ["a", "b"]
+    for name in ("a", "b"):
+        leave(scheduler, name)
+    scheduler.set_view("a", num_elsewhere=9)
+    assert await enter(scheduler, 4, 5) == ["a", "b"]
+    scheduler.set_view("a", num_elsewhere=9)
+    assert await enter(scheduler, 6) == ["b"]
+
+
+@in_virtual_time
 async def test_no_engine_left_is_an_error_with_every_first_reason() -> None:
     scheduler = make("a", "b", "c")
     for name, reason in (("a", "out of memory"), ("a", "does not reply"), ("b", "missed a sync")):
