@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,10 @@ class EngineActor:
     async def start(self, **found: Any) -> Mapping[str, float]:
         """See `Engine.start`. `found` are fields of the spec that were not known before. Raises DeviceError if the
         environment is not what the device needs."""
-        imports_s = 0.0 if self._imports is None else await self._imports
+        began = time.monotonic()
+        if self._imports is not None:
+            await self._imports
+        waited_s = time.monotonic() - began
         spec = replace(self._spec, **found)
         arguments = {**self._take(spec.devices), **spec.engine_args}
         spec = replace(spec, engine_args=arguments)
@@ -65,7 +69,7 @@ class EngineActor:
             raise DeviceError("; ".join(problems))
         self._started = self._build(spec)
         stages = await self._started.start()
-        return {stage: seconds + imports_s * (stage == IMPORTS) for stage, seconds in stages.items()}
+        return {stage: seconds + waited_s * (stage == IMPORTS) for stage, seconds in stages.items()}
 
     def _take(self, devices: tuple[str, ...]) -> Mapping[str, Any]:
         """Make only its devices visible, once. Returns the arguments that name them."""
