@@ -272,7 +272,10 @@ class Trajectory:
     @property
     def policy_versions(self) -> tuple[int, ...]:
         """The versions that sampled any token, ascending."""
-        return tuple(np.unique(self.versions[self.loss_mask]).tolist())
+        versions = self.versions[self.loss_mask]
+        if len(versions) and (versions == versions[0]).all():  # as nearly always, and far cheaper to find out
+            return (int(versions[0]),)
+        return tuple(np.unique(versions).tolist())
 
     @property
     def nbytes(self) -> int:

@@ -69,10 +69,8 @@ class _Engine:
         """Of the requests: those of evaluations."""
         self.num_elsewhere = 0
         """Requests that other senders had there when the driver asked last."""
-        self.num_elsewhere_counts = False
-        """For where a group goes. Not once this sender has had nothing in flight since: where responses are shorter
-        than the time between two questions, and all senders begin a step together, the others have ended what they
-        had, too, and to avoid the engine that was last would overload the rest."""
+        self.num_elsewhere_counts = True
+        """For where a group goes."""
         self.limit = limit
         self.excluded: str | None = None
         """Why it gets nothing more."""
@@ -111,6 +109,10 @@ class RequestScheduler:
     Args:
         concurrency: of the requests that one engine has from this sender at once; None sends everything at once.
         total_concurrency: requests that one engine takes at once, from all senders.
+        steps_overlap: groups of a step may be in flight together with those of the step before. Where they are not, all
+            senders begin a step together, perhaps just after the driver asked what they have: to avoid the engine that
+            was last then would overload the others. So what others had does not count once this sender has ended its
+            own.
 
     Example:
         name = await scheduler.acquire("g7.0", (3, 7), tokens=4096, num_requests=8)
@@ -121,10 +123,15 @@ class RequestScheduler:
     """
 
     def __init__(
-        self, names: Iterable[str], *, concurrency: LimitRange | None = None, total_concurrency: int = 0
+        self,
+        names: Iterable[str],
+        *,
+        concurrency: LimitRange | None = None,
+        total_concurrency: int = 0,
+        steps_overlap: bool = True,
     ) -> None:
         self._start_limit = None if concurrency is None else AdaptiveLimit.start(concurrency)
-        self._total_concurrency = total_concurrency
+        self._total_concurrency, self._steps_overlap = total_concurrency, steps_overlap
         self._engines = {name: _Engine(self._start_limit) for name in names}
         if not self._engines:
             raise ValueError("a scheduler needs at least one engine, got none")
@@ -241,7 +248,7 @@ class RequestScheduler:
         """`name` as the driver sees it. A pinned engine gets nothing new of training; what it has continues."""
         engine = self._engine(name)
         engine.is_pinned, engine.num_elsewhere = is_pinned, num_elsewhere
-        engine.num_elsewhere_counts = self._is_busy
+        engine.num_elsewhere_counts = self._steps_overlap or self._is_busy
         self._admit()
 
     def may_drain(self, name: str) -> bool:
@@ -366,7 +373,7 @@ class RequestScheduler:
         engine.outstanding_tokens -= tokens
         engine.num_requests -= num_requests
         engine.num_reserved -= num_requests * is_reserved
-        if not self._is_busy:
+        if not (self._steps_overlap or self._is_busy):
             for one in self._engines.values():
                 one.num_elsewhere_counts = False
 

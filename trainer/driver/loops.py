@@ -241,7 +241,7 @@ class TrainingRun:
             if share_prefix == "auto" and not self.learner.shares_prefix:
                 share_prefix = False
             self.metrics.queue.taken(groups)
-            with self.telemetry.tracer.span("batch_loop", f"build {step}"):
+            with self.telemetry.tracer.span("batch_loop", f"build {step}"), self.telemetry.records_held():
                 batch = await asyncio.to_thread(
                     build_train_batch,
                     groups,

@@ -7,6 +7,7 @@ version with this number, after a resume. `telemetry.max_trajectories_gib` bound
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -21,7 +22,7 @@ from trainer.files import append_line
 from trainer.telemetry.run_dir import encode_json, to_jsonable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Executor
     from pathlib import Path
 
@@ -35,6 +36,7 @@ EvaluationStatus = Literal["scored", "failed"]
 
 MAX_PENDING = 64
 """Records that wait for the disk; each may hold megabytes."""
+MAX_HOLD_S = 5.0
 _MAX_FILE_BYTES = 256 * 2**20
 
 
@@ -65,6 +67,8 @@ class TrajectoryRecorder:
         self._logged: set[type[Exception]] = set()
         """Kinds of errors, each logged once."""
         self._pending, self._is_behind = threading.BoundedSemaphore(MAX_PENDING), False
+        self._may_write = threading.Event()
+        self._may_write.set()
         self._lock = threading.Lock()
         """Of the counters."""
         self.num_errors = 0
@@ -86,11 +90,21 @@ class TrajectoryRecorder:
 
         def work() -> None:
             try:
+                self._may_write.wait(MAX_HOLD_S)
                 write(*args, **how)
             finally:
                 self._pending.release()
 
         thread.submit(work)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What is in the background waits meanwhile: the block computes, and Python computes one thing at a time."""
+        self._may_write.clear()
+        try:
+            yield
+        finally:
+            self._may_write.set()
 
     def write(self, group: Group, prompt: Prompt, status: GroupStatus, *, reason: str = "") -> None:
         """`reason`: why a group was filtered. Blocks: call it off the event loop."""
@@ -223,7 +237,9 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
 
 def _turn(turn: Turn) -> dict[str, object]:
     """`generated` are [start, stop) ranges; `logprobs` are of the generated tokens."""
-    edges = np.flatnonzero(np.diff(turn.is_generated, prepend=False, append=False))
+    padded = np.zeros(len(turn.is_generated) + 2, np.bool_)
+    padded[1:-1] = turn.is_generated
+    edges = np.flatnonzero(padded[1:] != padded[:-1])
     # float32 has 7 digits; 5 after the point are plenty for people and half the file.
     logprobs = np.round(turn.logprobs[turn.is_generated].astype(np.float64), 5)
     known = _fields(turn, "token_ids", "reward", "segments", "begins_anew")

@@ -30,8 +30,9 @@ class Holder:
         return scheduler.holding(name, self.group_key, may_leave=lambda: self.may_leave, leave=self.leave)
 
 
-def make(*names: str, limit: int | None = None) -> RequestScheduler:
-    return RequestScheduler(names, concurrency=None if limit is None else LimitRange(lowest=limit, highest=limit))
+def make(*names: str, limit: int | None = None, steps_overlap: bool = True) -> RequestScheduler:
+    bounds = None if limit is None else LimitRange(lowest=limit, highest=limit)
+    return RequestScheduler(names, concurrency=bounds, steps_overlap=steps_overlap)
 
 
 def entering(scheduler: RequestScheduler, number: int, *, num: int = 1, tokens: int = 10) -> asyncio.Task[str]:
@@ -87,9 +88,8 @@ async def test_a_pinned_engine_gets_nothing_new_and_its_groups_go_elsewhere() ->
 
 
 @in_virtual_time
-async def test_what_others_have_counts_until_everything_of_this_sender_has_ended() -> None:
-    """All senders begin a step together. What was still running when the driver asked, in the last step, has ended."""
-    scheduler = make("a", "b")
+async def test_what_others_had_in_the_last_step_does_not_count_in_the_next_one() -> None:
+    scheduler = make("a", "b", steps_overlap=False)
     assert await enter(scheduler, 0) == ["a"]
     scheduler.set_view("b", num_elsewhere=9)
     assert await enter(scheduler, 1) == ["a"]
@@ -101,6 +101,9 @@ async def test_what_others_have_counts_until_everything_of_this_sender_has_ended
     assert await enter(scheduler, 4, 5) == ["a", "b"]
     scheduler.set_view("a", num_elsewhere=9)
     assert await enter(scheduler, 6) == ["b"]
+    overlapping = make("a", "b")
+    overlapping.set_view("a", num_elsewhere=9)
+    assert await enter(overlapping, 0) == ["b"]
 
 
 @in_virtual_time

@@ -33,7 +33,7 @@ from trainer.telemetry import last_words
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 def start(backend: Any = None, *, resource: str | None = None, **sections: Any) -> Cluster:
@@ -111,11 +111,48 @@ def test_a_host_with_more_devices_than_the_run_takes_is_reported_once(
 ) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(cluster.ray, "init", lambda **options: asked.update(options))
-    backend = SimpleNamespace(name="cuda", ray_resource="GPU", num_devices=lambda: num_devices)
+    backend = SimpleNamespace(
+        name="cuda",
+        ray_resource="GPU",
+        num_devices=lambda: num_devices,
+        capabilities=lambda: SimpleNamespace(engine_forks=False),
+    )
     start(backend, resource="GPU", learner={"num_ranks": 1}).stop(keep_logs_in=None)
     assert (asked["num_gpus"], asked["resources"]) == (num_devices, None)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text.startswith(note) for text in warnings] == [True] * bool(note)
+
+
+@pytest.mark.parametrize(("num_devices", "forks", "is_there"), [(2, True, True), (2, False, False), (0, True, False)])
+def test_engines_of_a_cluster_are_forked_from_one_server_that_lives_as_long(
+    num_devices: int, forks: bool, is_there: bool, scratch_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there before Ray's processes, which inherit where it is. On a CPU cores are too few to import ahead."""
+    seen: list[Any] = []
+
+    class Server:
+        def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+            self.address = "7:/socket"
+            seen.append(("begun", folder.parent == scratch_root, environ["VLLM_LOGGING_LEVEL"]))
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    monkeypatch.delenv(cluster.SERVER_VAR, raising=False)
+    monkeypatch.setattr(cluster, "RunServer", Server)
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(os.environ.get(cluster.SERVER_VAR)))
+    backend = SimpleNamespace(
+        name="cuda",
+        ray_resource="GPU" if num_devices else None,
+        num_devices=lambda: num_devices,
+        capabilities=lambda: SimpleNamespace(engine_forks=forks),
+        process_env=lambda _role: (),
+    )
+    resource = "GPU" if num_devices else None
+    start(backend, resource=resource, learner={"num_ranks": 1}).stop(keep_logs_in=None)
+    assert seen == ([("begun", True, "WARNING"), "7:/socket", "closed"] if is_there else [None])
+    assert cluster.SERVER_VAR not in os.environ
 
 
 def test_only_the_end_of_a_long_actor_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +149,15 @@ def test_past_its_limit_a_folder_gets_no_more_which_is_logged_once_and_counted(
     assert (recorder.num_skipped, recorder.num_errors) == (3, 0)
     (warning,) = caplog.messages
     assert f"{tmp_path} has reached telemetry.max_trajectories_gib=" in warning
+
+
+def test_groups_wait_in_the_background_while_something_more_urgent_computes(groups: Path) -> None:
+    recorder = TrajectoryRecorder(groups)
+    with ThreadPoolExecutor(1) as thread, recorder.held():
+        recorder.in_background(thread, recorder.write, make_group(1), PROMPT, "ready")
+        time.sleep(0.2)
+        assert recorded(groups) == []
+    assert [line["group_id"] for line in recorded(groups)] == [1]
 
 
 def test_an_evaluation_that_has_begun_is_whole_and_later_ones_are_skipped(
