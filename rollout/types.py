@@ -273,7 +273,7 @@ class Trajectory:
     def policy_versions(self) -> tuple[int, ...]:
         """The versions that sampled any token, ascending."""
         versions = self.versions[self.loss_mask]
-        if len(versions) and (versions == versions[0]).all():  # as nearly always, and far cheaper to find out
+        if len(versions) and (versions == versions[0]).all():  # nearly always, and much cheaper to check
             return (int(versions[0]),)
         return tuple(np.unique(versions).tolist())
 

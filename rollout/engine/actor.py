@@ -46,13 +46,18 @@ class EngineActor:
         self._arguments: Mapping[str, Any] | None = None
         self._started: Engine | None = None
 
-    async def prepare(self, devices: tuple[str, ...] = ()) -> None:
-        """Import vLLM: while the driver plans, and while another has the device. Where that touches a device (see
-        `EngineSpec.forks`), it must know which."""
+    async def begin_imports(self, devices: tuple[str, ...] = ()) -> None:
+        """Begin to import vLLM, before `start`, which raises what that raises. `devices` are needed where the import
+        touches one (see `EngineSpec.forks`)."""
         if self._imports is None:
             if not self._spec.forks:
                 self._take(devices)
             self._imports = asyncio.ensure_future(import_vllm(self._spec))
+
+    async def prepare(self, devices: tuple[str, ...] = ()) -> None:
+        """`begin_imports`, and wait for them."""
+        await self.begin_imports(devices)
+        assert self._imports is not None
         await asyncio.shield(self._imports)
 
     async def start(self, **found: Any) -> Mapping[str, float]:

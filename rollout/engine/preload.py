@@ -7,15 +7,7 @@ the error is reported. Imports only: a device must not be touched before the for
 from __future__ import annotations
 
 import contextlib
-import os
 from importlib import import_module
-from pathlib import Path
-
-if os.environ.get("TANDEM_ENGINE_SERVER") == "detached":  # see `rollout.engine.vllm_process.RunServer`
-    os.setsid()  # Ctrl-C in the terminal is for the driver
-    with Path(os.devnull).open("w") as nothing:  # what libraries print is of no engine: each has streams of its own
-        for stream in (1, 2):
-            os.dup2(nothing.fileno(), stream)
 
 MODULES = (
     "ray",  # the engine process imports the main module of its parent, which is Ray's

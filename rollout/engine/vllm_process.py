@@ -1,9 +1,10 @@
 """Starts vLLM's processes, waits for them, and ends them.
 
-    RunServer (of the driver)  ── forks ──> engine process of every engine on its host
-    own fork server of an actor ── forks ──> its engine process, where there is no other (another host; tools)
+    RunServer (of the driver)   ── forks ──> engine process of every engine on its host
+    own fork server of an actor ── forks ──> its engine process, where there is no other (another host; a CPU; tools)
 
-A fork server has imported vLLM, which takes longer than all else in a start with warm caches.
+A fork server has imported vLLM, which takes longer than all else in a start with warm caches. Each actor imports only
+the part in front of the engine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -26,11 +29,10 @@ import psutil
 from rollout.engine.vllm_config import engine_config, known_end_tokens, stat_logger
 from rollout.processes import kill_with_parent
 from rollout.rendering import load_tokenizer
-from weight_sync.device.environment import temporary_environment
 from weight_sync.vllm import compat as vllm_compat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -87,60 +89,55 @@ class EngineContext(ForkServerContext):
 
 
 class RunServer:
-    """The fork server of a run for the engines on this host: it imports vLLM once, and from the begin of the run.
+    """The fork server of a run for the engines on this host: it imports vLLM once, from the start of the run on.
 
     Args:
-        folder: of the socket; it is deleted with the run.
-        environ: what vLLM is to find while it is imported.
+        folder: of its socket and its log, which is deleted with the run. Engines print where their actors do.
+        environ: the whole environment in which vLLM is imported.
     """
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
-        server: Any = forkserver.ForkServer()
-        server.set_forkserver_preload([*PRELOAD])
-        with temporary_environment({**environ, SERVER_VAR: "detached"}), _sockets_in(folder):
-            server.ensure_running()
-        self._pid: int = server._forkserver_pid
-        self._alive_fd: int = server._forkserver_alive_fd  # the server ends when it is closed, so with this process
-        self.address = f"{self._pid}:{server._forkserver_address}"
+        socket_path = folder / "engine_server.sock"
+        alive_r, self._alive_w = os.pipe()  # the server ends when our end is closed, so with this process
+        with socket.socket(socket.AF_UNIX) as listener, (folder / "engine_server.log").open("wb") as log_file:
+            listener.bind(str(socket_path))
+            listener.listen()
+            program = f"main({listener.fileno()}, {alive_r}, {[*PRELOAD]!r})"
+            # In a session of its own: Ctrl-C in the terminal is for the driver.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from multiprocessing.forkserver import main; {program}"],
+                pass_fds=(listener.fileno(), alive_r),
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        os.close(alive_r)
+        self.address = f"{self._process.pid}:{socket_path}"
 
     def close(self) -> None:
         """Ends the server, and the engines that are left."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
-        os.close(self._alive_fd)
+        self._process.kill()
+        self._process.wait()
+        os.close(self._alive_w)
 
 
 def begin_imports() -> None:
     """Use the server of the run, or start one, if there is none yet; does not wait for its imports. Its socket is next
     to those of vLLM if the run places them: this process ends by a kill, and would leave one in the temporary
     directory."""
+    if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
+        multiprocessing.current_process()._config["tempdir"] = folder  # pyright: ignore[reportAttributeAccessIssue]
     pid, _, address = os.environ.get(SERVER_VAR, "").partition(":")
-    if address and Path(address).exists() and _runs(int(pid)):  # else it is of another host, or was killed
+    if address and Path(address).exists() and _is_running(int(pid)):  # else it is of another host, or was killed
         server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
         if server._forkserver_address != address:
             server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_WRONLY)
             server.ensure_running = resource_tracker.ensure_running
         return
-    with _sockets_in(os.environ.get("VLLM_RPC_BASE_PATH")):
-        multiprocessing.set_forkserver_preload([*PRELOAD])
-        forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _sockets_in(folder: Path | str | None) -> Iterator[None]:
-    """A server that starts in the block has its socket there; None: in a temporary directory."""
-    config: dict[str, Any] = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
-    before = config.get("tempdir")
-    if folder is None:
-        yield
-        return
-    config["tempdir"] = str(folder)
-    try:
-        yield
-    finally:
-        config["tempdir"] = before
+    multiprocessing.set_forkserver_preload([*PRELOAD])
+    forkserver.ensure_running()
 
 
 def _die_with_the_parent() -> None:
@@ -223,10 +220,15 @@ def _process_tree(processes: list[Any]) -> list[psutil.Process]:
     return tree
 
 
-def _runs(process: psutil.Process | int) -> bool:
+def _is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return _runs(psutil.Process(pid))
+    return False
+
+
+def _runs(process: psutil.Process) -> bool:
     """False for a zombie: it holds nothing, and its new parent may never reap it."""
     try:
-        process = psutil.Process(process) if isinstance(process, int) else process
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -70,7 +70,7 @@ class _Engine:
         self.num_elsewhere = 0
         """Requests that other senders had there when the driver asked last."""
         self.num_elsewhere_counts = True
-        """For where a group goes."""
+        """Whether they count when a group is routed."""
         self.limit = limit
         self.excluded: str | None = None
         """Why it gets nothing more."""
@@ -110,9 +110,9 @@ class RequestScheduler:
         concurrency: of the requests that one engine has from this sender at once; None sends everything at once.
         total_concurrency: requests that one engine takes at once, from all senders.
         steps_overlap: groups of a step may be in flight together with those of the step before. Where they are not, all
-            senders begin a step together, perhaps just after the driver asked what they have: to avoid the engine that
-            was last then would overload the others. So what others had does not count once this sender has ended its
-            own.
+            senders begin a step together, perhaps just after the driver asked what they have. Avoiding the engine that
+            was last then would overload the others, so what others had is ignored once this sender has nothing in
+            flight, until the driver tells it again while it has.
 
     Example:
         name = await scheduler.acquire("g7.0", (3, 7), tokens=4096, num_requests=8)

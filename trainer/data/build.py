@@ -112,7 +112,7 @@ def build_train_batch(
         sizes, loss_mask = [s.num_tokens for s in parts], np.concatenate([s.loss_mask for s in parts])
         per_token = np.repeat([weights[i] for i in members] or [0.0], sizes)
         pending = algorithm.finishes_on_ranks
-        rewards = [s.rewards for s in parts if s.rewards is not None]
+        rewards = [s.rewards for s in parts if s.rewards is not None] if pending else []
         return MicroBatch(
             cu_seqlens=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
             token_ids=np.concatenate([s.token_ids for s in parts]),
@@ -122,7 +122,7 @@ def build_train_batch(
             advantages=np.concatenate([s.advantages for s in parts]),
             loss_weights=np.where(loss_mask, per_token, 0.0).astype(np.float32),
             cov_selected=None if selected is None else np.concatenate([selected[i] for i in members] or [loss_mask]),
-            token_rewards=np.concatenate(rewards) if pending else None,
+            token_rewards=np.concatenate(rewards) if rewards else None,
             response_index=np.array([s.response_index for s in parts], np.int32) if pending else None,
             prefix_lens=prefix_lens(members) if is_shared else None,
         )
@@ -188,15 +188,15 @@ def build_samples(
             spans = [
                 _credit_spans(t, outcome(t, num), num, to_go=to_go) for t, num in zip(trajectories, nums, strict=True)
             ]
-            baseline = group.baseline if traits.greedy_baseline else None
+            baseline = None
+            if traits.greedy_baseline and (greedy := group.baseline) is not None:
+                baseline = outcome(greedy, greedy.num_generated_tokens) + _turn_reward(greedy)
             rewards.append(
                 GroupRewards(
                     rewards_G=np.concatenate([one.rewards_K for one in spans]),
                     lengths_G=np.concatenate([one.lengths_K for one in spans]),
                     parts_G=_parts(trajectories) if traits.uses_parts else {},
-                    baseline=None
-                    if baseline is None
-                    else outcome(baseline, baseline.num_generated_tokens) + _turn_reward(baseline),
+                    baseline=baseline,
                 )
             )
             scored.append(spans)
@@ -272,7 +272,7 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
 def _samples(
     spans: _Spans, advantages_K: np.ndarray, *, group_id: int, response_index: int, is_final: bool
 ) -> list[Sample]:
-    """One per token sequence, with rewards unless its advantages are final."""
+    """One per token sequence, with rewards unless the advantages are final."""
     trajectory, sequences = spans.trajectory, spans.trajectory.sequences()
     loss_mask, logprobs = trajectory.loss_mask, trajectory.logprobs
     if not np.isfinite(logprobs).all():

@@ -118,7 +118,7 @@ def new_engine(cfg: RunConfig, placement: Placement, backend: Backend, *, name: 
     # Longer than any sync, after which the coordinator ends the pause.
     actor = factory.remote(spec, pause_limit_s=max(PAUSE_LIMIT_S, 2 * cfg.weight_sync.timeout_s))
     if spec.forks:
-        actor.prepare.remote()  # `start` waits for it, and raises what it raises
+        actor.begin_imports.remote()
     return actor
 
 
@@ -228,7 +228,7 @@ def make_fleet(
             restarted = f"{name}{RESTARTED}{number}"
             actors.engines[name] = new = new_engine(cfg, placement, backend, name=restarted, version=live_version())
             with _killed_on_failure(new):
-                await start_engine(cfg, placement, new, name=name)
+                await start_engine(cfg, placement, new, name=restarted)
                 return await coordinator.join(EngineReplica(name, new))
 
     fleet = Fleet(

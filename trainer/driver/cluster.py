@@ -43,7 +43,7 @@ from trainer.driver.placement import (
 )
 from trainer.driver.process_cleaner import RUN_ID_VAR, ProcessCleaner
 from trainer.errors import ConfigurationError, Problem, one_line
-from trainer.subprograms import ROOT
+from trainer.subprograms import ROOT, environment
 from trainer.telemetry.last_words import copy_logs
 from weight_sync.device import merge_env
 
@@ -81,7 +81,8 @@ class ClusterLost(RuntimeError):
 def _engine_environment(cfg: RunConfig, backend: Backend) -> dict[str, str]:
     """What any engine of the run finds when it imports its libraries."""
     env = merge_env(backend.process_env("engine"), cfg.device.env, dict(os.environ))
-    return engine_environ(EngineSpec(model="", device=backend.name, env=env))
+    ours = {name: value for name, value in environment().items() if name == "PYTHONPATH"}
+    return engine_environ(EngineSpec(model="", device=backend.name, env={**env, **ours}))
 
 
 class Cluster:
@@ -146,16 +147,16 @@ class Cluster:
             if _keep_token_in(scratch):
                 stack.callback(os.environ.pop, TOKEN_PATH, None)
             stack.callback(ray.shutdown)
-            if devices and backend.capabilities().engine_forks:
-                server = RunServer(scratch, _engine_environment(cfg, backend))
-                stack.callback(server.close)
-                os.environ[SERVER_VAR] = server.address
-                stack.callback(os.environ.pop, SERVER_VAR, None)
             env = {
                 "VLLM_RPC_BASE_PATH": str(scratch),  # a killed vLLM leaves its sockets
                 "TMPDIR": str(scratch),
                 "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor"),  # outlives the run
             }
+            if devices and backend.capabilities().engine_forks:
+                server = RunServer(scratch, {**_engine_environment(cfg, backend), **env})
+                stack.callback(server.close)
+                os.environ[SERVER_VAR] = server.address
+                stack.callback(os.environ.pop, SERVER_VAR, None)
             with _separate_sessions():
                 ray.init(
                     address="local",

@@ -169,9 +169,11 @@ class Driver:
     async def _with_cluster(self, model: asyncio.Task[None], planning: asyncio.Task[EnginePlan]) -> None:
         progress, tracer, backend = self._telemetry.progress, self._telemetry.tracer, self._checked.backend
         creating = asyncio.create_task(compose.create_learner(self._cfg, self._checked.placement, backend))
-        # At once, as the learner: what they import takes longer than the plan.
-        engines = compose.create_engines(self._cfg, self._checked.placement, backend, version=self._state.version - 1)
+        await asyncio.sleep(0)  # learners first: Ray gives devices in this order
         try:
+            # What engines import takes longer than the plan.
+            version = self._state.version - 1
+            engines = compose.create_engines(self._cfg, self._checked.placement, backend, version=version)
             plan = await planning
             learner, placement = await creating
         finally:

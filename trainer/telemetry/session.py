@@ -82,7 +82,7 @@ class Telemetry:
             self.recorder.in_background(self.group_thread, self.recorder.write, group, prompt, status, reason=reason)
 
     def records_held(self) -> contextlib.AbstractContextManager[None]:
-        """No group is recorded meanwhile; see `TrajectoryRecorder.held`."""
+        """See `TrajectoryRecorder.held`."""
         return contextlib.nullcontext() if self.recorder is None else self.recorder.held()
 
     def record_failure(self, item: RolloutRequest, status: FailureStatus, reason: str) -> None:

@@ -35,7 +35,7 @@ FailureStatus = Literal["retried", "dropped"]
 EvaluationStatus = Literal["scored", "failed"]
 
 MAX_PENDING = 64
-"""Records that wait for the disk; each may hold megabytes."""
+"""Records that wait, mostly for the disk; each may hold megabytes."""
 MAX_HOLD_S = 5.0
 _MAX_FILE_BYTES = 256 * 2**20
 
@@ -67,7 +67,7 @@ class TrajectoryRecorder:
         self._logged: set[type[Exception]] = set()
         """Kinds of errors, each logged once."""
         self._pending, self._is_behind = threading.BoundedSemaphore(MAX_PENDING), False
-        self._may_write = threading.Event()
+        self._may_write, self._held_until = threading.Event(), 0.0
         self._may_write.set()
         self._lock = threading.Lock()
         """Of the counters."""
@@ -90,7 +90,7 @@ class TrajectoryRecorder:
 
         def work() -> None:
             try:
-                self._may_write.wait(MAX_HOLD_S)
+                self._may_write.wait(max(0.0, self._held_until - time.monotonic()))
                 write(*args, **how)
             finally:
                 self._pending.release()
@@ -99,7 +99,8 @@ class TrajectoryRecorder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """What is in the background waits meanwhile: the block computes, and Python computes one thing at a time."""
+        """Background records wait while the block runs, for `MAX_HOLD_S` at most, because both need the interpreter."""
+        self._held_until = time.monotonic() + MAX_HOLD_S
         self._may_write.clear()
         try:
             yield

@@ -128,11 +128,12 @@ async def test_an_engine_takes_its_devices_by_number_or_has_them_first(
     for variable in build("rocm").process_env("engine"):
         monkeypatch.setenv(variable.name, variable.value)
     seen: list[object] = []
+    imported = asyncio.Event()
 
     async def importing(_spec: EngineSpec) -> float:
         seen.append(os.environ.get(HIP))
-        await asyncio.sleep(0.2)
-        return 0.2
+        await imported.wait()
+        return 0.0
 
     async def starting() -> dict[str, float]:
         return {"imports": 0.5, "model": 1.0}
@@ -145,16 +146,15 @@ async def test_an_engine_takes_its_devices_by_number_or_has_them_first(
     spec = EngineSpec(model="none", device="rocm", tensor_parallel_size=2, forks=False)
     actor = EngineActor(spec, build=building)
     if imports == "before":
-        preparing = asyncio.ensure_future(actor.prepare(devices))
-        await asyncio.sleep(0)
-        again = asyncio.ensure_future(actor.prepare(devices))
-        await asyncio.sleep(0)
-    stages = await actor.start(devices=devices, max_num_seqs=9)
+        await actor.begin_imports(devices)
+        await actor.begin_imports(devices)
+    start = asyncio.ensure_future(actor.start(devices=devices, max_num_seqs=9))
+    await asyncio.sleep(0.2)
+    imported.set()
+    stages = await start
     assert seen == [*([shown] if imports == "before" else []), arguments, 9, shown]
-    assert stages["imports"] >= (0.65 if imports == "before" else 0.5), "what it waited for is part of the start"
+    assert stages["imports"] >= (0.69 if imports == "before" else 0.5), "what it waited for is part of the start"
     assert stages["model"] == 1.0
-    if imports == "before":
-        await asyncio.gather(preparing, again)
 
 
 @pytest.fixture

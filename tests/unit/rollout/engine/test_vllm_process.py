@@ -83,7 +83,7 @@ def report(path):
     with open(path + ".part", "w") as file:
         json.dump(found, file)
     os.rename(path + ".part", path)
-    time.sleep(60)
+    time.sleep(600)
 
 was_there = set(sys.modules)  # in the new process this line runs before anything else of this file is needed
 
@@ -126,18 +126,18 @@ def test_a_forked_process_has_the_imports_of_the_server_and_the_environment_of_i
 
 
 RUN = """
-import json, os, subprocess, sys, time
+import json, os, sys, tempfile, time
 from pathlib import Path
 from rollout.engine import vllm_process
 
 def report(path):
     print("printed by the engine", flush=True)
     found = {"pid": os.getpid(), "server": os.getppid(), "was_there": "wave" in was_there, "value": os.environ["VALUE"],
-             "session": os.getsid(0)}
+             "session": os.getsid(0), "temporary": tempfile.gettempdir()}
     with open(path + ".part", "w") as file:
         json.dump(found, file)
     os.rename(path + ".part", path)
-    time.sleep(60)
+    time.sleep(600)
 
 was_there = set(sys.modules)
 
@@ -148,8 +148,9 @@ if __name__ == "__main__":
         process = vllm_process.EngineContext().Process(target=report, args=(sys.argv[2],))
         process.start()
     else:
-        vllm_process.PRELOAD = ("rollout.engine.preload", "wave")
-        server = vllm_process.RunServer(Path(sys.argv[2]), {"VALUE": "of the server"})
+        vllm_process.PRELOAD = ("wave", "preloaded")
+        folder = {"TMPDIR": sys.argv[2], "VALUE": "of the server"}
+        server = vllm_process.RunServer(Path(sys.argv[2]), {**os.environ, **folder})
         print(json.dumps(server.address), flush=True)
         sys.stdin.readline()
         server.close()
@@ -163,14 +164,13 @@ def run(tmp_path: Path) -> Iterator[Any]:
     """`run(*arguments, **environment)` -> a process of RUN with a file for what it prints."""
     program, started = tmp_path / "run.py", list[subprocess.Popen[str]]()
     program.write_text(RUN)
-    # The modules of the real server take seconds to import.
-    (tmp_path / "fast").mkdir()
-    (tmp_path / "fast" / "vllm.py").write_text("raise ImportError")
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "preloaded.py").write_text("import tempfile\nprint('noise', tempfile.gettempdir())\n")
 
     def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, str(program), *arguments],
-            env={**os.environ, "PYTHONPATH": f"{tmp_path / 'fast'}:{ROOT}", **environment},
+            env={**os.environ, "PYTHONPATH": f"{tmp_path / 'modules'}:{ROOT}", **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -185,8 +185,8 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_ends(tmp_path: Path, run: Any) -> None:
-    (tmp_path / "sockets").mkdir()
-    driver = run("driver", str(tmp_path / "sockets"))
+    (scratch := tmp_path / "scratch").mkdir()
+    driver = run("driver", str(scratch))
     address = json.loads(driver.stdout.readline())
 
     def engine_of_new_actor(name: str, **environment: str) -> tuple[Any, dict[str, Any]]:
@@ -194,7 +194,7 @@ def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_e
         actor = run("actor", str(report), VALUE=name, TANDEM_ENGINE_SERVER=address, **environment)
         wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
         found = json.loads(report.read_text())
-        assert (found["was_there"], found["value"]) == (True, name)
+        assert (found["was_there"], found["value"], found["temporary"]) == (True, name, str(scratch))
         assert actor.stdout.readline() == "printed by the engine\n", "an error is looked for in what its actor printed"
         return actor, found
 
@@ -205,6 +205,7 @@ def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_e
     killed.kill()
     left = psutil.Process(first["pid"])
     wait_until(lambda: not is_running(left), within_s=60.0, what="an engine outlived its actor")
+    assert (scratch / "engine_server.log").read_text() == f"noise {scratch}\n"
     assert is_running(psutil.Process(second["pid"])) and is_running(server)
     driver.stdin.write("\n")
     driver.stdin.flush()
@@ -215,8 +216,7 @@ def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_e
 
 
 def test_a_killed_driver_takes_the_server_along_and_an_actor_without_one_has_its_own(tmp_path: Path, run: Any) -> None:
-    (tmp_path / "sockets").mkdir()
-    driver = run("driver", str(tmp_path / "sockets"))
+    driver = run("driver", str(tmp_path))
     address = json.loads(driver.stdout.readline())
     server = psutil.Process(int(address.partition(":")[0]))
     driver.kill()

@@ -208,7 +208,7 @@ def test_no_engine_is_ended_while_a_sync_may_still_try_again(
 ) -> None:
     """Its watchdog bounds how long it stays paused."""
     limits: list[float] = []
-    engine = SimpleNamespace(prepare=SimpleNamespace(remote=lambda: None))
+    engine = SimpleNamespace(begin_imports=SimpleNamespace(remote=lambda: None))
     actor = SimpleNamespace(remote=lambda _spec, *, pause_limit_s: (limits.append(pause_limit_s), engine)[1])
     monkeypatch.setattr(actors, "engine_actor", lambda: SimpleNamespace(options=lambda **_: actor))
     cfg = config(weight_sync={"timeout_s": timeout_s})

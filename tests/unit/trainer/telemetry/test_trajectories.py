@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -155,7 +154,8 @@ def test_groups_wait_in_the_background_while_something_more_urgent_computes(grou
     recorder = TrajectoryRecorder(groups)
     with ThreadPoolExecutor(1) as thread, recorder.held():
         recorder.in_background(thread, recorder.write, make_group(1), PROMPT, "ready")
-        time.sleep(0.2)
+        with pytest.raises(TimeoutError):
+            thread.submit(int).result(0.2)
         assert recorded(groups) == []
     assert [line["group_id"] for line in recorded(groups)] == [1]
 
