@@ -1,7 +1,7 @@
 """Starts vLLM's processes, waits for them, and ends them.
 
     RunServer (of the driver)   ── forks ──> engine process of every engine on its host
-    own fork server of an actor ── forks ──> its engine process, where there is no other (another host; a CPU; tools)
+    own fork server of an actor ── forks ──> its engine process, where there is no other (another host; tools)
 
 A fork server has imported vLLM, which takes longer than all else in a start with warm caches. Each actor imports only
 the part in front of the engine.
@@ -53,12 +53,12 @@ _END_POLL_S = 0.05
 
 class EngineProcess(ForkServerProcess):
     """Has what its parent has at the start, as a spawned process would, and not what the server has: environment,
-    stdout and stderr. It is killed with its parent, and with the server."""
+    priority, stdout and stderr. It is killed with its parent, and with the server."""
 
     _streams: list[Any]
 
     def start(self) -> None:
-        self._environment = dict(os.environ)
+        self._environment, self._niceness = dict(os.environ), os.getpriority(os.PRIO_PROCESS, 0)
         super().start()
 
     def __getstate__(self) -> dict[str, Any]:  # on its way to the server
@@ -69,6 +69,8 @@ class EngineProcess(ForkServerProcess):
             given = sent.detach()
             os.dup2(given, stream)
             os.close(given)
+        with contextlib.suppress(PermissionError):  # the server may have a lower priority
+            os.setpriority(os.PRIO_PROCESS, 0, self._niceness)
         _die_with_the_server()
         threading.Thread(target=_die_with_the_parent, daemon=True).start()
         # Only what differs changes: code that sets the process's title looks for it next to the original environment.

@@ -82,7 +82,16 @@ def _engine_environment(cfg: RunConfig, backend: Backend) -> dict[str, str]:
     """What any engine of the run finds when it imports its libraries."""
     env = merge_env(backend.process_env("engine"), cfg.device.env, dict(os.environ))
     ours = {name: value for name, value in environment().items() if name == "PYTHONPATH"}
-    return engine_environ(EngineSpec(model="", device=backend.name, env={**env, **ours}))
+    return engine_environ(
+        EngineSpec(
+            model="",
+            device=backend.name,
+            tensor_parallel_size=cfg.rollout.tensor_parallel_size,
+            num_threads=cfg.device.cpu_threads,
+            enforce_eager=cfg.rollout.enforce_eager,
+            env={**env, **ours},
+        )
+    )
 
 
 class Cluster:
@@ -152,7 +161,7 @@ class Cluster:
                 "TMPDIR": str(scratch),
                 "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor"),  # outlives the run
             }
-            if devices and backend.capabilities().engine_forks:
+            if backend.capabilities().engine_forks:
                 server = RunServer(scratch, {**_engine_environment(cfg, backend), **env})
                 stack.callback(server.close)
                 os.environ[SERVER_VAR] = server.address

@@ -133,7 +133,7 @@ from rollout.engine import vllm_process
 def report(path):
     print("printed by the engine", flush=True)
     found = {"pid": os.getpid(), "server": os.getppid(), "was_there": "wave" in was_there, "value": os.environ["VALUE"],
-             "session": os.getsid(0), "temporary": tempfile.gettempdir()}
+             "session": os.getsid(0), "temporary": tempfile.gettempdir(), "niceness": os.nice(0)}
     with open(path + ".part", "w") as file:
         json.dump(found, file)
     os.rename(path + ".part", path)
@@ -143,6 +143,7 @@ was_there = set(sys.modules)
 
 if __name__ == "__main__":
     if sys.argv[1] == "actor":
+        os.nice(5)
         vllm_process.begin_imports()
         vllm_process.begin_imports()
         process = vllm_process.EngineContext().Process(target=report, args=(sys.argv[2],))
@@ -195,6 +196,7 @@ def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_e
         wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
         found = json.loads(report.read_text())
         assert (found["was_there"], found["value"], found["temporary"]) == (True, name, str(scratch))
+        assert found["niceness"] == min(os.nice(0) + 5, 19)
         assert actor.stdout.readline() == "printed by the engine\n", "an error is looked for in what its actor printed"
         return actor, found
 
