@@ -99,15 +99,16 @@ class RunServer:
     """
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
-        socket_path = folder / "engine_server.sock"
+        socket_path = folder / "engines"  # short: a socket's path has at most 107 bytes
         alive_r, self._alive_w = os.pipe()  # the server ends when our end is closed, so with this process
-        with socket.socket(socket.AF_UNIX) as listener, (folder / "engine_server.log").open("wb") as log_file:
+        with socket.socket(socket.AF_UNIX) as listener, (folder / "engines.log").open("wb") as log_file:
             listener.bind(str(socket_path))
             listener.listen()
             program = f"main({listener.fileno()}, {alive_r}, {[*PRELOAD]!r})"
-            # In a session of its own: Ctrl-C in the terminal is for the driver.
+            # In a session of its own: Ctrl-C in the terminal is for the driver. Unbuffered: what is in a buffer at a
+            # fork, the engine would print as well.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from multiprocessing.forkserver import main; {program}"],
+                [sys.executable, "-u", "-P", "-c", f"from multiprocessing.forkserver import main; {program}"],
                 pass_fds=(listener.fileno(), alive_r),
                 env=dict(environ),
                 stdin=subprocess.DEVNULL,

@@ -207,7 +207,7 @@ def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_e
     killed.kill()
     left = psutil.Process(first["pid"])
     wait_until(lambda: not is_running(left), within_s=60.0, what="an engine outlived its actor")
-    assert (scratch / "engine_server.log").read_text() == f"noise {scratch}\n"
+    assert (scratch / "engines.log").read_text() == f"noise {scratch}\n"
     assert is_running(psutil.Process(second["pid"])) and is_running(server)
     driver.stdin.write("\n")
     driver.stdin.flush()
