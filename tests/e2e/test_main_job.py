@@ -51,7 +51,7 @@ def test_held_out_accuracy_rises(job: TrainerProcess, lines: list[dict[str, Any]
     found = {line["eval/version"]: line["eval/accuracy"] for line in lines if "eval/version" in line}
     assert list(found) == [0, 10, 20]
     assert found[0] <= 0.5
-    assert found[STEPS] >= found[0] + 0.1
+    assert found[STEPS] >= found[0] + 0.05  # 0.12 to 0.18 on an idle machine, 0 without learning
     assert (job.summary["first_accuracy"], job.summary["last_accuracy"]) == (found[0], found[STEPS])
     assert lines[-1]["eval/version"] == STEPS
 
