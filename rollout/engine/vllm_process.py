@@ -100,10 +100,10 @@ class RunServer:
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         socket_path = folder / "engines"  # short: a socket's path has at most 107 bytes
-        alive_r, self._alive_w = os.pipe()  # the server ends when our end is closed, so with this process
         with socket.socket(socket.AF_UNIX) as listener, (folder / "engines.log").open("wb") as log_file:
             listener.bind(str(socket_path))
             listener.listen()
+            alive_r, self._alive_w = os.pipe()  # the server ends when our end is closed, so with this process
             program = f"main({listener.fileno()}, {alive_r}, {[*PRELOAD]!r})"
             # In a session of its own: Ctrl-C in the terminal is for the driver. Unbuffered: what is in a buffer at a
             # fork, the engine would print as well.

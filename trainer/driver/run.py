@@ -169,7 +169,7 @@ class Driver:
     async def _with_cluster(self, model: asyncio.Task[None], planning: asyncio.Task[EnginePlan]) -> None:
         progress, tracer, backend = self._telemetry.progress, self._telemetry.tracer, self._checked.backend
         creating = asyncio.create_task(compose.create_learner(self._cfg, self._checked.placement, backend))
-        await asyncio.sleep(0)  # learners first: Ray gives devices in this order
+        await asyncio.sleep(0)  # so that the actors of the learner are created before those of the engines
         try:
             # What engines import takes longer than the plan.
             version = self._state.version - 1

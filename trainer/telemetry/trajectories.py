@@ -37,6 +37,7 @@ EvaluationStatus = Literal["scored", "failed"]
 MAX_PENDING = 64
 """Records that wait, mostly for the disk; each may hold megabytes."""
 MAX_HOLD_S = 5.0
+"""Of `TrajectoryRecorder.held`: after that records are written in spite of it."""
 _MAX_FILE_BYTES = 256 * 2**20
 
 
