@@ -36,6 +36,14 @@ def kill_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def is_running(process: psutil.Process) -> bool:
+    """False for a zombie: it holds nothing, and its new parent may never reap it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def exit_with_parent(parent_pid: int | None = None, *, grace_s: float = 0.0) -> None:
     """From now on this process exits `grace_s` and at most half a second after its parent (None: the present one). On
     every system, and whatever thread of the parent started it."""

@@ -23,9 +23,10 @@ from rollout.engine.load_meter import Activity, LoadMeter
 from rollout.engine.request_state import ActiveRequest, OutputBarrier, RequestTable, stop_string_matcher
 from rollout.engine.startup_error import printed_cause
 from rollout.engine.vllm_config import check_token_ids, engine_environ, vllm_sampling
-from rollout.engine.vllm_process import begin_imports, engine_pids, launch, shut_down
+from rollout.engine.vllm_process import engine_pids, launch, shut_down
 from rollout.engine.weight_commit import EngineGate
 from rollout.errors import EngineDead
+from rollout.fork_server import begin_imports
 from rollout.processes import OrphanReaper
 from rollout.types import SamplingParams, TokenChunk
 from weight_sync.device.environment import temporary_environment

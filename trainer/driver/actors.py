@@ -273,7 +273,7 @@ def engine_spec(cfg: RunConfig, backend: Backend, *, name: str, version: int) ->
         lora_rank=cfg.model.lora.rank,
         lora_targets=tuple(cfg.model.lora.target_modules.split("+")),
         extension=EXTENSION,
-        forks=backend.capabilities().engine_forks,
+        forks=backend.capabilities().forks,
         # Engines read no weights where the first sync, which precedes the first request, brings all of them.
         engine_args={
             **({} if why_engines_read_weights(cfg) else {"load_format": "dummy"}),

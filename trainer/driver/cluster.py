@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_config import engine_environ
-from rollout.engine.vllm_process import SERVER_VAR, RunServer
+from rollout.fork_server import PYTHON, SERVER_VAR, RunServer
 from trainer.builtin.tiny_model import cache_dir
 from trainer.config.schema import RayConfig, problem
 from trainer.driver.placement import (
@@ -68,6 +68,14 @@ POLL_INTERVAL_S = 1.0
 FALLBACK_TEMP_DIR = "/tmp"
 MAX_TEMP_BYTES = 14
 """A socket's path has at most 107 bytes; our directory, Ray's session and the name take 93."""
+PRELOAD = (
+    "rollout.engine.preload",  # first, since its environment is the engines'
+    "rollout.worker.actor",
+    "trainer.learner.fit",
+    "trainer.learner.lora",
+    "trainer.learner.policy",
+)
+"""What the actors of a run import, in the server that they are forked from."""
 _ADDED_BY_RAY = (
     "node:", "memory", "object_store_memory", "accelerator_type:", "bundle_group_", "CPU_group", "GPU_group",
 )  # fmt: skip
@@ -161,8 +169,10 @@ class Cluster:
                 "TMPDIR": str(scratch),
                 "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor"),  # outlives the run
             }
-            if backend.capabilities().engine_forks:
-                server = RunServer(scratch, {**_engine_environment(cfg, backend), **env})
+            python: dict[str, str] = {}
+            if backend.capabilities().forks:
+                python = {"py_executable": PYTHON}
+                server = RunServer(scratch, {**_engine_environment(cfg, backend), **env}, preload=PRELOAD)
                 stack.callback(server.close)
                 os.environ[SERVER_VAR] = server.address
                 stack.callback(os.environ.pop, SERVER_VAR, None)
@@ -176,7 +186,7 @@ class Cluster:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    runtime_env={"env_vars": env},
+                    runtime_env={"env_vars": env, **python},
                     job_config=_OwnPackagesFirst(),
                     _temp_dir=str(scratch),
                     # Or Ray starts a process per core that no actor can use, since each has another environment.

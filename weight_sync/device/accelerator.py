@@ -162,7 +162,7 @@ class AcceleratorBackend(Backend):
         return self._driver.device_count()
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(ipc=True, sleep_mode=True, engine_forks=True, float32_products=True)
+        return Capabilities(ipc=True, sleep_mode=True, forks=True, float32_products=True)
 
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         problems = missing_variables(self.process_env(role), environ)

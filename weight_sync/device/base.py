@@ -37,8 +37,8 @@ class Capabilities:
     """Another process of this host can map a persistent block without a copy."""
     sleep_mode: bool
     """vLLM can give its device memory back and take it again."""
-    engine_forks: bool
-    """To import vLLM touches no device here, so a process that has done no more may be forked into an engine."""
+    forks: bool
+    """To import vLLM touches no device here, so a process that has done no more may be forked."""
     float32_products: bool = False
     """A product of half-precision matrices can leave its sums in float32, at no cost (`torch.mm(out_dtype=)`)."""
 

@@ -85,7 +85,7 @@ class CpuBackend(Backend):
         return 1024
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(ipc=True, sleep_mode=False, engine_forks=True)
+        return Capabilities(ipc=True, sleep_mode=False, forks=True)
 
     def check_env(self, role: Role, environ: dict[str, str]) -> list[str]:
         problems = missing_variables(self.process_env(role), environ)

@@ -80,7 +80,7 @@ class NpuBackend(AcceleratorBackend):
     def capabilities(self) -> Capabilities:
         # A driver without the library may head a cluster of others: it asks for what does not depend on it.
         ipc = self.is_available() and isinstance(self._driver, AclDriver) and self._driver.has("ipc_export")
-        return Capabilities(ipc=ipc, sleep_mode=True, engine_forks=False)
+        return Capabilities(ipc=ipc, sleep_mode=True, forks=False)
 
     def device_identity(self) -> str:
         index = self.enter()

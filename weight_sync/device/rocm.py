@@ -68,7 +68,7 @@ class RocmBackend(CudaLikeBackend):
         # A driver whose torch is for something else does not know what its nodes have.
         sleeps = torch.version.hip is None or _version(torch.version.hip) >= _SLEEP_MODE_SINCE
         ipc = os.environ.get(_LEGACY_IPC) != "1"
-        return Capabilities(ipc=ipc, sleep_mode=sleeps, engine_forks=False, float32_products=True)
+        return Capabilities(ipc=ipc, sleep_mode=sleeps, forks=False, float32_products=True)
 
     def device_identity(self) -> str:
         # torch's UUIDs of a device differ between processes.

@@ -33,7 +33,7 @@ from trainer.telemetry import last_words
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 def start(backend: Any = None, *, resource: str | None = None, **sections: Any) -> Cluster:
@@ -115,7 +115,7 @@ def test_a_host_with_more_devices_than_the_run_takes_is_reported_once(
         name="cuda",
         ray_resource="GPU",
         num_devices=lambda: num_devices,
-        capabilities=lambda: SimpleNamespace(engine_forks=False),
+        capabilities=lambda: SimpleNamespace(forks=False),
     )
     start(backend, resource="GPU", learner={"num_ranks": 1}).stop(keep_logs_in=None)
     assert (asked["num_gpus"], asked["resources"]) == (num_devices, None)
@@ -124,14 +124,14 @@ def test_a_host_with_more_devices_than_the_run_takes_is_reported_once(
 
 
 @pytest.mark.parametrize("forks", [True, False])
-def test_engines_of_a_cluster_are_forked_from_one_server_that_lives_as_long(
+def test_actors_and_engines_of_a_cluster_are_forked_from_one_server_that_lives_as_long(
     forks: bool, scratch_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is there before Ray's processes, which inherit where it is."""
     seen: list[Any] = []
 
     class Server:
-        def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        def __init__(self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str]) -> None:
             self.address = "7:/socket"
             seen.append(("begun", folder.parent == scratch_root, environ["VLLM_LOGGING_LEVEL"]))
 
@@ -141,16 +141,21 @@ def test_engines_of_a_cluster_are_forked_from_one_server_that_lives_as_long(
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     monkeypatch.delenv(cluster.SERVER_VAR, raising=False)
     monkeypatch.setattr(cluster, "RunServer", Server)
-    monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(os.environ.get(cluster.SERVER_VAR)))
+
+    def init(*, runtime_env: Mapping[str, Any], **_: Any) -> None:
+        seen.append((os.environ.get(cluster.SERVER_VAR), runtime_env.get("py_executable")))
+
+    monkeypatch.setattr(cluster.ray, "init", init)
     backend = SimpleNamespace(
         name="cuda",
         ray_resource="GPU",
         num_devices=lambda: 2,
-        capabilities=lambda: SimpleNamespace(engine_forks=forks),
+        capabilities=lambda: SimpleNamespace(forks=forks),
         process_env=lambda _role: (),
     )
     start(backend, resource="GPU", learner={"num_ranks": 1}).stop(keep_logs_in=None)
-    assert seen == ([("begun", True, "WARNING"), "7:/socket", "closed"] if forks else [None])
+    forked = [("begun", True, "WARNING"), ("7:/socket", cluster.PYTHON), "closed"]
+    assert seen == (forked if forks else [(None, None)])
     assert cluster.SERVER_VAR not in os.environ
 
 

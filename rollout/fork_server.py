@@ -1,0 +1,195 @@
+"""The fork server of a run: what has imported the large libraries once, for the processes of the run on its host.
+
+    driver ── starts ──> RunServer ── forks ──> every Ray actor on this host (`main`, which Ray starts for each)
+                                   └─ forks ──> the engine process of every engine
+
+Imports take longer than all else in a start with warm caches. Where there is no server (another host of a joined
+cluster, devices that may not be forked), an actor is an interpreter of its own, and an engine has its own fork server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing import forkserver, reduction, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from rollout.processes import is_running, kill_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+PRELOAD = ("rollout.engine.preload",)
+SERVER_VAR = "TANDEM_FORK_SERVER"
+"""Of the environment of a run's processes: `pid:socket` of its `RunServer`."""
+JOB_ID = "01000000"
+"""Ray's, of the first job of a cluster."""
+_STREAMS = (1, 2)
+
+
+class ForkedProcess(ForkServerProcess):
+    """Has what its parent has at the start, as a spawned process would, and not what the server has: environment,
+    priority, stdout and stderr. It is killed with its parent, and with the server."""
+
+    _streams: list[Any]
+
+    def start(self) -> None:
+        self._environment, self._niceness = dict(os.environ), os.getpriority(os.PRIO_PROCESS, 0)
+        super().start()
+
+    def __getstate__(self) -> dict[str, Any]:  # on its way to the server
+        return {**self.__dict__, "_streams": [reduction.DupFd(stream) for stream in _STREAMS]}
+
+    def run(self) -> None:
+        for stream, sent in zip(_STREAMS, self._streams, strict=True):
+            given = sent.detach()
+            os.dup2(given, stream)
+            os.close(given)
+        with contextlib.suppress(PermissionError):  # the server may have a lower priority
+            os.setpriority(os.PRIO_PROCESS, 0, self._niceness)
+        _die_with_the_server()
+        threading.Thread(target=_die_with_the_parent, daemon=True).start()
+        # Only what differs changes: code that sets the process's title looks for it next to the original environment.
+        for name in os.environ.keys() - self._environment.keys():
+            del os.environ[name]
+        os.environ.update({name: v for name, v in self._environment.items() if os.environ.get(name) != v})
+        torch: Any = sys.modules.get("torch")
+        if torch is not None:  # OpenMP read the variable in the server, where it may have been different
+            with contextlib.suppress(KeyError, ValueError):
+                torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        super().run()
+
+
+class ForkContext(ForkServerContext):
+    """What vLLM takes for its `multiprocessing` context."""
+
+    Process = ForkedProcess  # pyright: ignore[reportAssignmentType]
+
+
+class RunServer:
+    """The fork server of a run for this host. It imports from the start of the run on.
+
+    Args:
+        folder: of its socket and its log, which is deleted with the run. What is forked prints where its parent does.
+        environ: the whole environment in which it imports.
+        preload: modules; one that cannot be imported is left to those that need it.
+    """
+
+    def __init__(self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str] = PRELOAD) -> None:
+        socket_path = folder / "fork"  # short: a socket's path has at most 107 bytes
+        # Ray reads these when it is imported, and never again. Actors look for the end of the raylet, which starts
+        # later; `main` notices that at once, so they are told of a process that stays.
+        for_ray = {"RAY_JOB_ID": JOB_ID, "RAY_RAYLET_PID": str(os.getpid())}
+        with socket.socket(socket.AF_UNIX) as listener, (folder / "fork_server.log").open("wb") as log_file:
+            listener.bind(str(socket_path))
+            listener.listen()
+            alive_r, self._alive_w = os.pipe()  # the server ends when our end is closed, so with this process
+            program = f"main({listener.fileno()}, {alive_r}, {[*preload]!r})"
+            # In a session of its own: Ctrl-C in the terminal is for the driver. Unbuffered: what is in a buffer at a
+            # fork, the new process would print as well.
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-P", "-c", f"from multiprocessing.forkserver import main; {program}"],
+                pass_fds=(listener.fileno(), alive_r),
+                env={**environ, **for_ray},
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        os.close(alive_r)
+        self.address = f"{self._process.pid}:{socket_path}"
+
+    def close(self) -> None:
+        """Ends the server, and what it has forked."""
+        self._process.kill()
+        self._process.wait()
+        os.close(self._alive_w)
+
+
+def use_server_of_run() -> bool:
+    """From now on this process forks from the server of the run, if there is one on this host; whether there is."""
+    pid, _, address = os.environ.get(SERVER_VAR, "").partition(":")
+    if not address or not Path(address).exists() or not _is_there(int(pid)):  # it is of another host, or was killed
+        return False
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    if server.ensure_running is not resource_tracker.ensure_running:
+        server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_WRONLY)
+        server.ensure_running = resource_tracker.ensure_running
+    return True
+
+
+def begin_imports() -> None:
+    """Use the server of the run, or start one, if there is none yet; does not wait for its imports. Its socket is next
+    to those of vLLM if the run places them: this process ends by a kill, and would leave one in the temporary
+    directory."""
+    if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
+        multiprocessing.current_process()._config["tempdir"] = folder  # pyright: ignore[reportAttributeAccessIssue]
+    if not use_server_of_run():
+        multiprocessing.set_forkserver_preload([*PRELOAD])
+        forkserver.ensure_running()
+
+
+def _is_there(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return is_running(psutil.Process(pid))
+    return False
+
+
+def _die_with_the_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # it is ready when the kernel closes the parent's end of a pipe
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_with_the_server() -> None:
+    kill_with_parent()
+    # The server waits for the end of all processes that hold this pipe open: of its owner alone, from here on.
+    alive_fd = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)  # pyright: ignore[reportAttributeAccessIssue]
+    if alive_fd is not None:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, alive_fd)
+        os.close(nothing)
+
+
+# --- Ray actors ---
+
+
+PYTHON = f"{sys.executable} -P -c 'from rollout.fork_server import main; main()'"
+"""For a shell: runs a script as Python does, in a process that is forked from the server of the run."""
+
+
+def main() -> None:
+    """`PYTHON script arguments`. This process waits for the forked one, and exits as it does; where there is no server,
+    it becomes the script."""
+    script = sys.argv[1:]
+    if use_server_of_run() and os.environ.get("RAY_JOB_ID", JOB_ID) == JOB_ID:
+        kill_with_parent()
+        process = ForkedProcess(target=_run, args=(script,))
+        with contextlib.suppress(OSError, EOFError):  # the server has just been killed
+            process.start()
+            process.join()
+            code = process.exitcode
+            sys.exit(code if code is None or code >= 0 else 128 - code)
+    os.execv(sys.executable, [sys.executable, *script])
+
+
+def _run(script: Sequence[str]) -> None:
+    os.setpgid(0, 0)  # Ray kills the group of an actor that ends
+    sys.argv[:] = script
+    sys.path.insert(0, str(Path(script[0]).parent))
+    if (ray := sys.modules.get("ray._raylet")) is not None:
+        ray.Config.initialize("")  # it read the environment of the server
+    runpy.run_path(script[0], run_name="__main__")

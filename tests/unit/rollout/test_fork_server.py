@@ -1,0 +1,308 @@
+"""What is forked from the server of a run, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from rollout.fork_server import PYTHON
+from tests.fakes.process_life import is_running, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import json, os, sys, time
+from rollout import fork_server
+
+def report(path):
+    import torch
+    found = {"pid": os.getpid(), "server": os.getppid(), "changed": os.environ.get("CHANGED"),
+             "removed": "REMOVED" in os.environ, "was_there": "wave" in was_there, "threads": torch.get_num_threads()}
+    with open(path + ".part", "w") as file:
+        json.dump(found, file)
+    os.rename(path + ".part", path)
+    time.sleep(600)
+
+was_there = set(sys.modules)  # in the new process this line runs before anything else of this file is needed
+
+if __name__ == "__main__":
+    fork_server.PRELOAD = ("wave", "torch")
+    fork_server.begin_imports()
+    fork_server.begin_imports()
+    os.environ["CHANGED"], os.environ["OMP_NUM_THREADS"] = "after the start", "3"
+    del os.environ["REMOVED"]
+    process = fork_server.ForkContext().Process(target=report, args=(sys.argv[1],))
+    process.start()
+    process.join()
+"""
+
+
+def test_a_forked_process_has_the_imports_of_the_server_and_the_environment_of_its_parent(tmp_path: Path) -> None:
+    """In an interpreter of its own: a process has one fork server for its whole life."""
+    program, report = tmp_path / "program.py", tmp_path / "report"
+    program.write_text(PROGRAM)
+    folders = {"TMPDIR": tmp_path / "tmp", "VLLM_RPC_BASE_PATH": tmp_path / "sockets"}
+    for folder in folders.values():
+        folder.mkdir()
+    changes = {"PYTHONPATH": str(ROOT), "REMOVED": "1", "OMP_NUM_THREADS": "1"}
+    changes |= {name: str(folder) for name, folder in folders.items()}
+    owner = subprocess.Popen([sys.executable, str(program), str(report)], env={**os.environ, **changes})
+    try:
+        wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
+        found = json.loads(report.read_text())
+        server, forked = psutil.Process(found["server"]), psutil.Process(found["pid"])
+        assert server.pid != owner.pid
+        assert found["was_there"], "the server had not imported it before the fork"
+        assert (found["changed"], found["removed"], found["threads"]) == ("after the start", False, 3)
+    finally:
+        owner.kill()
+    owner.wait()
+    left = (server, forked)
+    wait_until(lambda: not any(map(is_running, left)), within_s=60.0, what="a child outlived the owner of its server")
+    assert list((tmp_path / "tmp").iterdir()) == [], "what a killed process leaves is in the folder of the run"
+    assert len(list((tmp_path / "sockets").iterdir())) == 1
+
+
+RUN = """
+import json, os, sys, tempfile, time
+from pathlib import Path
+from rollout import fork_server
+
+def report(path):
+    print("printed by the engine", flush=True)
+    found = {"pid": os.getpid(), "server": os.getppid(), "was_there": "wave" in was_there, "value": os.environ["VALUE"],
+             "session": os.getsid(0), "temporary": tempfile.gettempdir(), "niceness": os.nice(0)}
+    with open(path + ".part", "w") as file:
+        json.dump(found, file)
+    os.rename(path + ".part", path)
+    time.sleep(600)
+
+was_there = set(sys.modules)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "actor":
+        os.nice(5)
+        fork_server.begin_imports()
+        fork_server.begin_imports()
+        process = fork_server.ForkContext().Process(target=report, args=(sys.argv[2],))
+        process.start()
+    else:
+        folder = {"TMPDIR": sys.argv[2], "VALUE": "of the server"}
+        server = fork_server.RunServer(Path(sys.argv[2]), {**os.environ, **folder}, preload=("wave", "preloaded"))
+        print(json.dumps(server.address), flush=True)
+        sys.stdin.readline()
+        server.close()
+        print("closed", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    """`run(*arguments, **environment)` -> a process of RUN with a file for what it prints."""
+    program, started = tmp_path / "run.py", list[subprocess.Popen[str]]()
+    program.write_text(RUN)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "preloaded.py").write_text("import tempfile\nprint('noise', tempfile.gettempdir())\n")
+
+    def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(program), *arguments],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path / 'modules'}:{ROOT}", **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_ends(tmp_path: Path, run: Any) -> None:
+    (scratch := tmp_path / "scratch").mkdir()
+    driver = run("driver", str(scratch))
+    address = json.loads(driver.stdout.readline())
+
+    def engine_of_new_actor(name: str, **environment: str) -> tuple[Any, dict[str, Any]]:
+        report = tmp_path / name
+        actor = run("actor", str(report), VALUE=name, TANDEM_FORK_SERVER=address, **environment)
+        wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
+        found = json.loads(report.read_text())
+        assert (found["was_there"], found["value"], found["temporary"]) == (True, name, str(scratch))
+        assert found["niceness"] == min(os.nice(0) + 5, 19)
+        assert actor.stdout.readline() == "printed by the engine\n", "an error is looked for in what its actor printed"
+        return actor, found
+
+    (killed, first), (_, second) = engine_of_new_actor("first"), engine_of_new_actor("second")
+    server = psutil.Process(first["server"])
+    assert server.pid == second["server"] == int(address.partition(":")[0])
+    assert server.pid == first["session"], "Ctrl-C in a terminal does not reach it"
+    killed.kill()
+    left = psutil.Process(first["pid"])
+    wait_until(lambda: not is_running(left), within_s=60.0, what="an engine outlived its actor")
+    assert (scratch / "fork_server.log").read_text() == f"noise {scratch}\n"
+    assert is_running(psutil.Process(second["pid"])) and is_running(server)
+    driver.stdin.write("\n")
+    driver.stdin.flush()
+    assert driver.stdout.readline() == "closed\n"
+    assert not is_running(server)
+    left = psutil.Process(second["pid"])
+    wait_until(lambda: not is_running(left), within_s=60.0, what="an engine outlived the server")
+
+
+def test_a_killed_driver_takes_the_server_along_and_an_actor_without_one_has_its_own(tmp_path: Path, run: Any) -> None:
+    driver = run("driver", str(tmp_path))
+    address = json.loads(driver.stdout.readline())
+    server = psutil.Process(int(address.partition(":")[0]))
+    driver.kill()
+    wait_until(lambda: not is_running(server), within_s=60.0, what="the server outlived its driver")
+    report = tmp_path / "report"
+    actor = run("actor", str(report), VALUE="mine", TANDEM_FORK_SERVER=address)
+    wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
+    own = psutil.Process(json.loads(report.read_text())["server"])
+    assert own.ppid() == actor.pid
+
+
+SCRIPT = """
+import json, os, pathlib, sys, time
+pathlib.Path(sys.argv[1]).write_text(json.dumps({
+    "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "arguments": sys.argv, "name": __name__,
+    "was_there": "wave" in sys.modules, "value": os.environ["VALUE"], "first": sys.path[0]}))
+sys.stdin.read() if sys.argv[2] == "wait" else sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Any]:
+    """`script(report, how it ends, **environment)` -> a process that runs SCRIPT as Ray runs that of an actor."""
+    (folder := tmp_path / "scripts").mkdir()
+    (path := folder / "worker.py").write_text(SCRIPT)
+    started = list[subprocess.Popen[bytes]]()
+
+    def begin(report: Path, end: str, **environment: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {PYTHON} {path} {report} {end}"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_script_runs_in_a_fork_of_the_server_and_both_end_alike(tmp_path: Path, run: Any, script: Any) -> None:
+    (scratch := tmp_path / "scratch").mkdir()
+    address = json.loads(run("driver", str(scratch)).stdout.readline())
+    server = int(address.partition(":")[0])
+    report = tmp_path / "report"
+    assert script(report, "7", VALUE="mine", TANDEM_FORK_SERVER=address).wait(60) == 7
+    found = json.loads(report.read_text())
+    assert (found["parent"], found["was_there"], found["value"], found["name"]) == (server, True, "mine", "__main__")
+    assert found["group"] == found["pid"], "Ray kills the group of an actor that ends"
+    path = tmp_path / "scripts" / "worker.py"
+    assert (found["arguments"], found["first"]) == ([str(path), str(report), "7"], str(path.parent))
+
+    for name in ("waits", "is_killed"):
+        one = script(tmp_path / name, "wait", VALUE="", TANDEM_FORK_SERVER=address)
+        wait_until(
+            lambda at=tmp_path / name: at.exists() and at.stat().st_size > 0, within_s=60.0, what="no script ran"
+        )
+        forked = psutil.Process(json.loads((tmp_path / name).read_text())["pid"])
+        if name == "waits":
+            one.kill()
+            wait_until(lambda at=forked: not is_running(at), within_s=60.0, what="a fork outlived who waits for it")
+        else:
+            forked.kill()
+            assert one.wait(60) == 128 + 9
+
+
+@pytest.mark.parametrize("why", ["there is none", "it was killed", "it was for another job"])
+def test_without_a_server_a_script_has_an_interpreter_of_its_own(
+    why: str, tmp_path: Path, run: Any, script: Any
+) -> None:
+    (scratch := tmp_path / "scratch").mkdir()
+    environment = {"VALUE": "mine"}
+    if why != "there is none":
+        driver = run("driver", str(scratch))
+        environment["TANDEM_FORK_SERVER"] = json.loads(driver.stdout.readline())
+        if why == "it was killed":
+            server = psutil.Process(int(environment["TANDEM_FORK_SERVER"].partition(":")[0]))
+            server.kill()
+            wait_until(lambda: not is_running(server), within_s=60.0, what="the server is still there")
+        else:
+            environment["RAY_JOB_ID"] = "02000000"
+    one = script(tmp_path / "report", "7", **environment)
+    assert one.wait(60) == 7
+    found = json.loads((tmp_path / "report").read_text())
+    assert (found["pid"], found["was_there"], found["value"]) == (one.pid, False, "mine")
+
+
+ACTORS = """
+import json, os, sys, time
+from pathlib import Path
+import ray
+from rollout.fork_server import PYTHON, SERVER_VAR, RunServer
+
+if __name__ == "__main__":
+    server = RunServer(Path(sys.argv[1]), os.environ, preload=("ray", "wave"))
+    os.environ[SERVER_VAR] = server.address
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8,
+             runtime_env={"py_executable": PYTHON}, _system_config={"prestart_worker_first_driver": False},
+             _temp_dir=sys.argv[1])
+
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def where(self):
+            return os.getpid(), os.getppid() == int(os.environ[SERVER_VAR].partition(":")[0]), "wave" in sys.modules
+
+    actors = [Actor.remote() for _ in range(2)]
+    found = ray.get([actor.where.remote() for actor in actors], timeout=60)
+    ray.kill(actors[0])
+    try:
+        ray.get(actors[0].where.remote(), timeout=60)
+    except ray.exceptions.RayActorError:
+        found.append(ray.get(actors[1].where.remote(), timeout=60))
+    print(json.dumps(found), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_actors_of_real_ray_are_forks_of_the_server_and_end_one_by_one(tmp_path: Path) -> None:
+    program = tmp_path / "actors.py"
+    program.write_text(ACTORS)
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as scratch:  # a short path, for sockets
+        driver = subprocess.Popen(
+            [sys.executable, str(program), scratch],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert driver.stdout is not None
+            first, second, again = json.loads(driver.stdout.readline())
+        finally:
+            driver.kill()
+            driver.communicate()
+        assert first[0] != second[0] and again == second, "the end of one actor ended the other"
+        assert (first[1:], second[1:]) == ([True, True], [True, True])
+        left = psutil.Process(second[0]) if psutil.pid_exists(second[0]) else None
+        wait_until(lambda: left is None or not is_running(left), within_s=60.0, what="an actor outlived the driver")
