@@ -182,7 +182,7 @@ import json, os, pathlib, sys, time
 pathlib.Path(sys.argv[1]).write_text(json.dumps({
     "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "arguments": sys.argv, "name": __name__,
     "was_there": "wave" in sys.modules, "value": os.environ["VALUE"], "first": sys.path[0]}))
-sys.stdin.read() if sys.argv[2] == "wait" else sys.exit(int(sys.argv[2]))
+time.sleep(600) if sys.argv[2] == "wait" else sys.exit(int(sys.argv[2]))
 """
 
 
@@ -278,8 +278,10 @@ if __name__ == "__main__":
     found = ray.get([actor.where.remote() for actor in actors], timeout=60)
     ray.kill(actors[0])
     try:
-        ray.get(actors[0].where.remote(), timeout=60)
+        while True:
+            ray.get(actors[0].where.remote(), timeout=60)
     except ray.exceptions.RayActorError:
+        time.sleep(1)  # the raylet ends what the actor has left
         found.append(ray.get(actors[1].where.remote(), timeout=60))
     print(json.dumps(found), flush=True)
     time.sleep(60)
