@@ -382,7 +382,7 @@ class ScriptedDriver(Driver):
 
     def __init__(self, scripted: ScriptedRun, watch_loads: Callable[[], Any] = forever) -> None:
         nothing: Any = None
-        super().__init__(scripted.cfg, scripted.state, scripted.telemetry, nothing)
+        super().__init__(scripted.cfg, scripted.state, scripted.telemetry, nothing, nothing)
         self._scripted = scripted
         scripted.world.watch = lambda **_: watch_loads()  # type: ignore[method-assign]
         self.members = {REPLICA: "live"}

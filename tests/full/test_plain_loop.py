@@ -154,7 +154,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_cache: Path) -> Story:
             engines = compose.create_engines(cfg, checked.placement, checked.backend, version=0)
             actors = compose.Actors(learner=learner, engines=engines, workers=[])
             try:
-                await start_actors(cfg, actors, None, Tracer(None), in_turns=False)
+                await start_actors(cfg, checked.placement, actors, None, Tracer(None), in_turns=False)
                 await plain_loop(cfg, checked, actors, story)
                 await actors.learner.export_hf(folder / "export")
             finally:

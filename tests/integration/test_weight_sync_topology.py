@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.ports import listening_ports
 from tests.fakes.weight_job import ReplicaProcess, WeightJob, opened_job
-from trainer.driver.cluster import SCRATCH_PREFIX
+from trainer.driver.scratch import SCRATCH_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
-import shutil
 import tempfile
 import time
-import uuid
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +23,7 @@ from ray.job_config import JobConfig
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollout.engine.interface import EngineSpec
-from rollout.engine.vllm_config import engine_environ
-from rollout.fork_server import PYTHON, SERVER_VAR, RunServer
-from trainer.builtin.tiny_model import cache_dir
+from rollout.fork_server import PYTHON
 from trainer.config.schema import RayConfig, problem
 from trainer.driver.placement import (
     DEVICES_NEEDED,
@@ -41,11 +35,11 @@ from trainer.driver.placement import (
     describe_idle_devices,
     describe_nodes,
 )
-from trainer.driver.process_cleaner import RUN_ID_VAR, ProcessCleaner
+from trainer.driver.process_cleaner import ProcessCleaner
+from trainer.driver.scratch import Scratch
 from trainer.errors import ConfigurationError, Problem, one_line
-from trainer.subprograms import ROOT, environment
+from trainer.subprograms import ROOT
 from trainer.telemetry.last_words import copy_logs
-from weight_sync.device import merge_env
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -57,25 +51,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SCRATCH_PREFIX = "tandem-ray-"
-SCRATCH_LOCK = "lock"
-"""The file in a scratch directory that its driver keeps locked."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 TOKEN = secrets.token_hex(32)
 """For all clusters of this process, since Ray reads it once."""
 POLL_INTERVAL_S = 1.0
 """Between two checks of Ray's control service."""
-FALLBACK_TEMP_DIR = "/tmp"
-MAX_TEMP_BYTES = 14
-"""A socket's path has at most 107 bytes; our directory, Ray's session and the name take 93."""
-PRELOAD = (
-    "rollout.engine.preload",  # first, since its environment is the engines'
-    "rollout.worker.actor",
-    "trainer.learner.fit",
-    "trainer.learner.lora",
-    "trainer.learner.policy",
-)
-"""What the actors of a run import, in the server that they are forked from."""
 _ADDED_BY_RAY = (
     "node:", "memory", "object_store_memory", "accelerator_type:", "bundle_group_", "CPU_group", "GPU_group",
 )  # fmt: skip
@@ -84,22 +64,6 @@ _ADDED_BY_RAY = (
 
 class ClusterLost(RuntimeError):
     """Ray itself has ended."""
-
-
-def _engine_environment(cfg: RunConfig, backend: Backend) -> dict[str, str]:
-    """What any engine of the run finds when it imports its libraries."""
-    env = merge_env(backend.process_env("engine"), cfg.device.env, dict(os.environ))
-    ours = {name: value for name, value in environment().items() if name == "PYTHONPATH"}
-    return engine_environ(
-        EngineSpec(
-            model="",
-            device=backend.name,
-            tensor_parallel_size=cfg.rollout.tensor_parallel_size,
-            num_threads=cfg.device.cpu_threads,
-            enforce_eager=cfg.rollout.enforce_eager,
-            env={**env, **ours},
-        )
-    )
 
 
 class Cluster:
@@ -118,28 +82,30 @@ class Cluster:
         placement: Placement,
         backend: Backend,
         *,
+        scratch: Scratch | None = None,
         last_words: Mapping[str, object] | None = None,
     ) -> Cluster:
         """Start the private cluster, or join `ray.address` and reserve there what every actor needs. Raises
         ConfigurationError if there are too few devices, no cluster at that address, or no room on it.
 
         Args:
+            scratch: may be begun already; a private cluster closes it when it stops.
             last_words: what is written if this process is killed; see `ProcessCleaner`.
         """
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if cfg.ray.address != "local":
             return cls._join(cfg, placement, backend)
-        _sweep_scratch()
+        scratch = Scratch() if scratch is None else scratch
         resource = backend.ray_resource
         devices = {resource: backend.num_devices()} if resource else {}
         try:
-            cluster = cls._start_own(cfg, placement, backend, devices, last_words)
+            cluster = cls._start_own(cfg, placement, backend, devices, scratch, last_words)
         except Exception as error:
             # Ray gives a node 30 s, without a setting for it, and then raises a plain `Exception`.
             if not isinstance(error, TimeoutError) and "timed out" not in str(error):
                 raise
             log.warning("Ray did not start in time (was the host suspended?); starting it again: %s", one_line(error))
-            cluster = cls._start_own(cfg, placement, backend, devices, last_words)
+            cluster = cls._start_own(cfg, placement, backend, devices, scratch, last_words)
         if resource:
             here = Node(node_id="here", address="this host", resources=devices)
             _warn_of_idle_devices(dict.fromkeys(placement.bundles, here.node_id), placement, [here], resource)
@@ -152,30 +118,19 @@ class Cluster:
         placement: Placement,
         backend: Backend,
         devices: dict[str, int],
+        scratch: Scratch,
         last_words: Mapping[str, object] | None,
     ) -> Cluster:
         """Start Ray on this host; a failed start leaves nothing."""
-        run_id = uuid.uuid4().hex
-        os.environ[RUN_ID_VAR] = run_id  # inherited by everything that is started from here on
         with contextlib.ExitStack() as stack:
-            scratch, lock = _make_scratch()
-            stack.callback(os.close, lock)
-            stack.callback(ProcessCleaner(run_id, scratch, last_words).close)
-            if _keep_token_in(scratch):
+            stack.callback(scratch.close)
+            if not scratch.is_begun:
+                scratch.begin(cfg, backend)
+            stack.callback(ProcessCleaner(scratch.run_id, scratch.path, last_words).close)
+            if _keep_token_in(scratch.path):
                 stack.callback(os.environ.pop, TOKEN_PATH, None)
             stack.callback(ray.shutdown)
-            env = {
-                "VLLM_RPC_BASE_PATH": str(scratch),  # a killed vLLM leaves its sockets
-                "TMPDIR": str(scratch),
-                "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor"),  # outlives the run
-            }
-            python: dict[str, str] = {}
-            if backend.capabilities().forks:
-                python = {"py_executable": PYTHON}
-                server = RunServer(scratch, {**_engine_environment(cfg, backend), **env}, preload=PRELOAD)
-                stack.callback(server.close)
-                os.environ[SERVER_VAR] = server.address
-                stack.callback(os.environ.pop, SERVER_VAR, None)
+            stack.callback(scratch.end_server)
             with _separate_sessions():
                 ray.init(
                     address="local",
@@ -186,13 +141,13 @@ class Cluster:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    runtime_env={"env_vars": env, **python},
+                    runtime_env={"env_vars": scratch.env, **({"py_executable": PYTHON} if scratch.forks else {})},
                     job_config=_OwnPackagesFirst(),
-                    _temp_dir=str(scratch),
+                    _temp_dir=str(scratch.path),
                     # Or Ray starts a process per core that no actor can use, since each has another environment.
                     _system_config={"prestart_worker_first_driver": False},
                 )
-            return cls(placement, end=stack.pop_all(), scratch=scratch)
+            return cls(placement, end=stack.pop_all(), scratch=scratch.path)
 
     @classmethod
     def _join(cls, cfg: RunConfig, placement: Placement, backend: Backend) -> Cluster:
@@ -376,35 +331,3 @@ def _no_room(cfg: RunConfig, late: dict[str, Bundle], nodes: list[Node]) -> Prob
         f"what was reserved for the rest of this run: {describe_nodes(left)}",
         hint="`ray status` shows who holds what; wait for others, or ask for fewer ranks or replicas",
     )
-
-
-# --- the scratch directory ---
-
-
-def _scratch_home() -> str:
-    """The temporary directory, unless it makes the paths of Ray's sockets too long."""
-    home = tempfile.gettempdir()
-    return home if len(os.fsencode(home)) <= MAX_TEMP_BYTES else FALLBACK_TEMP_DIR
-
-
-def _make_scratch() -> tuple[Path, int]:
-    """A new scratch directory and its lock, a descriptor: until we or the kernel close it, no run sweeps it."""
-    path = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=_scratch_home()))
-    lock = os.open(path / f"{SCRATCH_LOCK}.new", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    (path / f"{SCRATCH_LOCK}.new").rename(path / SCRATCH_LOCK)  # it appears locked
-    return path, lock
-
-
-def _sweep_scratch() -> None:
-    """Remove scratch directories of runs that were killed together with their cleaner. A lock shows which: process ids
-    mean nothing where containers or hosts share the directory."""
-    for path in Path(_scratch_home()).glob(f"{SCRATCH_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, locked, or being swept
-            lock = os.open(path / SCRATCH_LOCK, os.O_RDWR)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                log.info("removing %s, left behind by a run that was killed", path)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(lock)

@@ -44,7 +44,7 @@ from weight_sync.device.select import INSTALL, build, get_backend
 from weight_sync.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rollout.agent.loop import AgentLoop
     from rollout.types import Prompt
@@ -74,9 +74,13 @@ class PreflightResult:
     resumed: ResumePoint | None
 
 
-def preflight(cfg: RunConfig) -> PreflightResult:
+def preflight(cfg: RunConfig, *, begin: Callable[[Backend], object] = lambda _: None) -> PreflightResult:
     """Check packages, devices, models, checkpoint, data and rewards, and leave nothing behind. Blocking: call it in the
-    main thread, outside an event loop. Raises ConfigurationError or DataError with everything that is wrong."""
+    main thread, outside an event loop. Raises ConfigurationError or DataError with everything that is wrong.
+
+    Args:
+        begin: called once nothing is wrong with packages and devices, before models and data are read.
+    """
     found = Findings()
     found.add(engine_package_problems())
     found.add(torchvision_problems())
@@ -88,6 +92,8 @@ def preflight(cfg: RunConfig) -> PreflightResult:
         placement = found.attempt(_placement, cfg, backend)
     found.add(_float32_head_problems(cfg))
     found.add(_ray_address_problems(cfg))
+    if backend is not None and not found.problems:
+        begin(backend)
     inputs, models, resumed = _check_inputs(cfg, found, backend)
     found.raise_if_any()
     assert backend is not None and placement is not None and inputs is not None

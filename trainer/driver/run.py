@@ -30,6 +30,7 @@ from trainer.driver.datasets import make_source
 from trainer.driver.evaluation import pinned_versions
 from trainer.driver.loops import TrainingRun
 from trainer.driver.preflight import EnginePlan, PreflightResult, log_inputs, plan_engines, preflight, recheck_resume
+from trainer.driver.scratch import Scratch
 from trainer.driver.state import RunState
 from trainer.errors import CheckpointError, ConfigurationError, ModelError, first_cause, note_log, one_line
 from trainer.learner import checkpoint
@@ -71,7 +72,12 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
         ConfigurationError, DataError: nothing is started or written yet (exit code 2).
         Exception: the first cause of a failure (exit code 1); everything is stopped and written by then.
     """
-    checked = preflight(cfg)
+    with contextlib.closing(Scratch()) as scratch:
+        checked = preflight(cfg, begin=partial(scratch.begin, cfg))
+        return _run(cfg, checked, scratch, started_at=started_at)
+
+
+def _run(cfg: RunConfig, checked: PreflightResult, scratch: Scratch, *, started_at: float) -> int:
     console = Console(file=sys.stdout)
     state = RunState(started_at=started_at, wall_clock=time.time)
     with session.claimed_run_dir(cfg, console) as run_dir:
@@ -93,7 +99,7 @@ def run(cfg: RunConfig, *, started_at: float) -> int:
             for text in describe_run(cfg):
                 sinks.progress.note(text)
             try:
-                asyncio.run(Driver(cfg, state, sinks, checked).run())
+                asyncio.run(Driver(cfg, state, sinks, checked, scratch).run())
             finally:
                 sinks.progress.end(_exit_reason(state).replace("_", " "))
     _say_goodbye(console, state, run_dir, max_staleness=cfg.mode.max_staleness)
@@ -107,8 +113,11 @@ class TrainingFailed(RuntimeError):
 class Driver:
     """Starts the parts of a run in order, runs the loops, and stops everything, however it ends."""
 
-    def __init__(self, cfg: RunConfig, state: RunState, sinks: Telemetry, checked: PreflightResult) -> None:
+    def __init__(
+        self, cfg: RunConfig, state: RunState, sinks: Telemetry, checked: PreflightResult, scratch: Scratch
+    ) -> None:
         self._cfg, self._state, self._telemetry, self._checked = cfg, state, sinks, checked
+        self._scratch = scratch
         self._cluster: Cluster | None = None
         self._is_training = False
         self._failure: Exception | None = None
@@ -153,7 +162,7 @@ class Driver:
                     "seed": cfg.seed,
                     "started_at": self._state.started_at,
                 }
-                self._cluster = cluster = await _start_cluster(cfg, self._checked, known)
+                self._cluster = cluster = await _start_cluster(cfg, self._checked, self._scratch, known)
                 self._checked = replace(self._checked, placement=cluster.placement)
                 self._listen()  # Ray has installed a SIGTERM handler that ends the process
             try:
@@ -255,7 +264,9 @@ class Driver:
         )
 
 
-async def _start_cluster(cfg: RunConfig, checked: PreflightResult, last_words: Mapping[str, object]) -> Cluster:
+async def _start_cluster(
+    cfg: RunConfig, checked: PreflightResult, scratch: Scratch, last_words: Mapping[str, object]
+) -> Cluster:
     """Start Ray in a thread that the process does not wait for, since Ray has no deadline for an address that accepts
     connections and does not respond. The kernel ends Ray's processes with the thread that started them, so it stays.
 
@@ -269,7 +280,9 @@ async def _start_cluster(cfg: RunConfig, checked: PreflightResult, last_words: M
 
     def work() -> None:
         try:
-            outcome.set_result(Cluster.start(cfg, checked.placement, checked.backend, last_words=last_words))
+            outcome.set_result(
+                Cluster.start(cfg, checked.placement, checked.backend, scratch=scratch, last_words=last_words)
+            )
         except BaseException as error:  # noqa: BLE001 - raised where it is awaited
             outcome.set_exception(error)
         threading.Event().wait()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.fakes.drivers.peer import Peer, pattern
-from trainer.driver.cluster import SCRATCH_PREFIX
+from trainer.driver.scratch import SCRATCH_PREFIX
 from weight_sync.device import DeviceError
 from weight_sync.device.cpu import CpuBackend
 

@@ -23,7 +23,7 @@ from ray.exceptions import AuthenticationError
 
 from tests.fakes.process_life import is_running, wait_until
 from tests.fakes.scripted_run import config
-from trainer.driver import cluster
+from trainer.driver import cluster, scratch
 from trainer.driver import run as run_module
 from trainer.driver.cluster import Cluster
 from trainer.driver.placement import plan_placement
@@ -46,33 +46,33 @@ def start(backend: Any = None, *, resource: str | None = None, **sections: Any) 
 
 @pytest.fixture
 def scratch_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cluster, "_scratch_home", lambda: str(tmp_path))
+    monkeypatch.setattr(scratch, "_home", lambda: str(tmp_path))
     return tmp_path
 
 
 MAKE_AND_WAIT = """
 import sys
-from trainer.driver import cluster
-cluster._scratch_home = lambda: sys.argv[1]
-print(cluster._make_scratch()[0], flush=True)
+from trainer.driver import scratch
+scratch._home = lambda: sys.argv[1]
+print(scratch._make()[0], flush=True)
 sys.stdin.read()
 """
 
 
 def test_scratch_of_a_killed_driver_is_swept_and_that_of_a_live_one_stays(scratch_root: Path) -> None:
-    mine, lock = cluster._make_scratch()
+    mine, lock = scratch._make()
     (scratch_root / "tandem-ray-notes").mkdir()
     command = [sys.executable, "-c", MAKE_AND_WAIT, str(scratch_root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         theirs = Path(other.stdout.readline().strip())
-        cluster._sweep_scratch()
+        scratch._sweep()
         assert {mine, theirs} <= set(scratch_root.iterdir())
         other.kill()
-    cluster._sweep_scratch()
+    scratch._sweep()
     assert sorted(path.name for path in scratch_root.iterdir()) == sorted([mine.name, "tandem-ray-notes"])
     os.close(lock)
-    cluster._sweep_scratch()
+    scratch._sweep()
     assert [path.name for path in scratch_root.iterdir()] == ["tandem-ray-notes"]
 
 
@@ -82,8 +82,8 @@ def test_a_socket_of_ray_fits_below_any_temporary_directory(
 ) -> None:
     longest = "/tandem-ray-4194304-abcdefgh/session_2026-11-20_19-19-38_041629_4194304/sockets/plasma_store"
     monkeypatch.setattr(tempfile, "gettempdir", lambda: home)
-    assert len(cluster._scratch_home() + longest) <= 107
-    assert cluster._scratch_home() == (home if is_kept else "/tmp")
+    assert len(scratch._home() + longest) <= 107
+    assert scratch._home() == (home if is_kept else "/tmp")
 
 
 # --- start and end ---
@@ -139,11 +139,11 @@ def test_actors_and_engines_of_a_cluster_are_forked_from_one_server_that_lives_a
             seen.append("closed")
 
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    monkeypatch.delenv(cluster.SERVER_VAR, raising=False)
-    monkeypatch.setattr(cluster, "RunServer", Server)
+    monkeypatch.delenv(scratch.SERVER_VAR, raising=False)
+    monkeypatch.setattr(scratch, "RunServer", Server)
 
     def init(*, runtime_env: Mapping[str, Any], **_: Any) -> None:
-        seen.append((os.environ.get(cluster.SERVER_VAR), runtime_env.get("py_executable")))
+        seen.append((os.environ.get(scratch.SERVER_VAR), runtime_env.get("py_executable")))
 
     monkeypatch.setattr(cluster.ray, "init", init)
     backend = SimpleNamespace(
@@ -156,7 +156,7 @@ def test_actors_and_engines_of_a_cluster_are_forked_from_one_server_that_lives_a
     start(backend, resource="GPU", learner={"num_ranks": 1}).stop(keep_logs_in=None)
     forked = [("begun", True, "WARNING"), ("7:/socket", cluster.PYTHON), "closed"]
     assert seen == (forked if forks else [(None, None)])
-    assert cluster.SERVER_VAR not in os.environ
+    assert scratch.SERVER_VAR not in os.environ
 
 
 def test_only_the_end_of_a_long_actor_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ class HangingRay:
 
     async def begin(self, **trainer: float) -> Any:
         checked: Any = SimpleNamespace(placement=None, backend=None)
-        return await run_module._start_cluster(config(trainer=trainer), checked, {})
+        return await run_module._start_cluster(config(trainer=trainer), checked, scratch.Scratch(), {})
 
 
 async def test_a_ray_that_does_not_respond_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

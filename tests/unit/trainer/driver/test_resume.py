@@ -275,7 +275,7 @@ class Start:
         cfg = config(weight_sync={"self_test": True}, checkpoint={"resume": str(resume)})
         return run_module.run(replace(cfg, run_dir=str(self.path)), started_at=0.0)
 
-    def _preflight(self, cfg: Any) -> PreflightResult:
+    def _preflight(self, cfg: Any, *, begin: Any) -> PreflightResult:
         unused: Any = SimpleNamespace(name="cpu")
         inputs = DataSets(train=prompt_set(), evaluation=())
         resumed = find_resume_point(cfg, self.checkpoints)

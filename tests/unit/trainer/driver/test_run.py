@@ -104,7 +104,7 @@ async def test_the_first_interrupt_ends_in_order_and_the_second_at_once(
 ) -> None:
     state, nothing = new_state(stop_reason=reason), SimpleNamespace()
     anything: Any = nothing
-    work = Work(config(), state, anything, anything)
+    work = Work(config(), state, anything, anything, anything)
     running = asyncio.create_task(work._work())
     for seconds in after_s:
         asyncio.get_running_loop().call_at(1.0 + seconds, work._interrupt, running)
