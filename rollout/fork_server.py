@@ -1,10 +1,11 @@
-"""The fork server of a run: what has imported the large libraries once, for the processes of the run on its host.
+"""Fork servers of a run: each has imported large libraries once, for the processes of the run on this host.
 
-    driver ── starts ──> RunServer ── forks ──> every Ray actor on this host (`main`, which Ray starts for each)
-                                   └─ forks ──> the engine process of every engine
+    driver ── starts ──> server of the learner ── forks ──> learner ranks, rollout workers
+                    └──> server of vLLM ───────── forks ──> engine actors, and the engine process of each
 
-Imports take longer than all else in a start with warm caches. Where there is no server (another host of a joined
-cluster, devices that may not be forked), an actor is an interpreter of its own, and an engine has its own fork server.
+Imports take longer than all else in a start with warm caches. There are two, since the import of vLLM changes torch's
+compiler. Ray starts `main` for each actor, which asks a server for a fork. Where there is no server (another host of a
+joined cluster, devices that may not be forked), actors are interpreters of their own, and an engine has its own server.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 
 PRELOAD = ("rollout.engine.preload",)
-SERVER_VAR = "TANDEM_FORK_SERVER"
-"""Of the environment of a run's processes: `pid:socket` of its `RunServer`."""
+ENGINE_SERVER, LEARNER_SERVER = "TANDEM_ENGINE_SERVER", "TANDEM_LEARNER_SERVER"
+"""In the environment of a run's processes: `pid:socket` of a `RunServer`."""
 JOB_ID = "01000000"
 """Ray's, of the first job of a cluster."""
 _STREAMS = (1, 2)
@@ -79,20 +80,21 @@ class ForkContext(ForkServerContext):
 
 
 class RunServer:
-    """The fork server of a run for this host. It imports from the start of the run on.
+    """A fork server of a run for this host. It begins to import at once.
 
     Args:
-        folder: of its socket and its log, which is deleted with the run. What is forked prints where its parent does.
+        name: of its socket and its log; short, since a socket's path has at most 107 bytes.
+        folder: of both, which is deleted with the run. What is forked prints where its parent does.
         environ: the whole environment in which it imports.
         preload: modules; one that cannot be imported is left to those that need it.
     """
 
-    def __init__(self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str] = PRELOAD) -> None:
-        socket_path = folder / "fork"  # short: a socket's path has at most 107 bytes
+    def __init__(self, name: str, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str]) -> None:
+        socket_path = folder / name
         # Ray reads these when it is imported, and never again. Actors look for the end of the raylet, which starts
         # later; `main` notices that at once, so they are told of a process that stays.
         for_ray = {"RAY_JOB_ID": JOB_ID, "RAY_RAYLET_PID": str(os.getpid())}
-        with socket.socket(socket.AF_UNIX) as listener, (folder / "fork_server.log").open("wb") as log_file:
+        with socket.socket(socket.AF_UNIX) as listener, (folder / f"{name}.log").open("wb") as log_file:
             listener.bind(str(socket_path))
             listener.listen()
             alive_r, self._alive_w = os.pipe()  # the server ends when our end is closed, so with this process
@@ -118,9 +120,9 @@ class RunServer:
         os.close(self._alive_w)
 
 
-def use_server_of_run() -> bool:
-    """From now on this process forks from the server of the run, if there is one on this host; whether there is."""
-    pid, _, address = os.environ.get(SERVER_VAR, "").partition(":")
+def use_server(variable: str) -> bool:
+    """From now on this process forks from that server of the run, if there is one on this host; whether there is."""
+    pid, _, address = os.environ.get(variable, "").partition(":")
     if not address or not Path(address).exists() or not _is_there(int(pid)):  # it is of another host, or was killed
         return False
     server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
@@ -131,12 +133,12 @@ def use_server_of_run() -> bool:
 
 
 def begin_imports() -> None:
-    """Use the server of the run, or start one, if there is none yet; does not wait for its imports. Its socket is next
-    to those of vLLM if the run places them: this process ends by a kill, and would leave one in the temporary
-    directory."""
+    """Use the run's server of vLLM, or start one, if there is none yet; does not wait for its imports. The socket of
+    one's own is next to those of vLLM if the run places them: this process ends by a kill, and would leave one in the
+    temporary directory."""
     if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
         multiprocessing.current_process()._config["tempdir"] = folder  # pyright: ignore[reportAttributeAccessIssue]
-    if not use_server_of_run():
+    if not use_server(ENGINE_SERVER):
         multiprocessing.set_forkserver_preload([*PRELOAD])
         forkserver.ensure_running()
 
@@ -167,15 +169,16 @@ def _die_with_the_server() -> None:
 # --- Ray actors ---
 
 
-PYTHON = f"{sys.executable} -P -c 'from rollout.fork_server import main; main()'"
-"""For a shell: runs a script as Python does, in a process that is forked from the server of the run."""
+def python(variable: str) -> str:
+    """For a shell: runs a script as Python does, in a fork of that server."""
+    return f"{sys.executable} -P -c 'from rollout.fork_server import main; main(\"{variable}\")'"
 
 
-def main() -> None:
-    """`PYTHON script arguments`. This process waits for the forked one, and exits as it does; where there is no server,
-    it becomes the script."""
+def main(variable: str) -> None:
+    """The arguments of this program are a script and its own. This process waits for the forked one, and exits as it
+    does; where there is no server, it becomes the script."""
     script = sys.argv[1:]
-    if use_server_of_run() and os.environ.get("RAY_JOB_ID", JOB_ID) == JOB_ID:
+    if use_server(variable) and os.environ.get("RAY_JOB_ID", JOB_ID) == JOB_ID:
         kill_with_parent()
         process = ForkedProcess(target=_run, args=(script,))
         with contextlib.suppress(OSError, EOFError):  # the server has just been killed

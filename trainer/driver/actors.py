@@ -32,6 +32,7 @@ from trainer.config.rules import longest_sequence
 from trainer.config.schema import with_model_paths
 from trainer.driver.fleet import Fleet
 from trainer.driver.placement import RESTARTED, ranks_of
+from trainer.driver.scratch import engine_python
 from trainer.driver.weight_updates import ColocatedDevices, DedicatedDevices
 from trainer.errors import first_cause, one_line
 from trainer.learner.actor import learner_actor
@@ -380,7 +381,8 @@ def _options(cfg: RunConfig, backend: Backend, placement: Placement, *, role: Ro
         why = "what a run compiles is there for the next, also after a restart of the host"
         needed = (*needed, EnvVar(name=COMPILED, value=str(tiny_model.cache_dir() / "inductor"), why=why))
     env = merge_env(needed, cfg.device.env, dict(os.environ))
-    return {**placement.options(name), "runtime_env": {"env_vars": env}, "name": name, "max_restarts": 0}
+    python = engine_python() if role == "engine" else {}
+    return {**placement.options(name), "runtime_env": {"env_vars": env, **python}, "name": name, "max_restarts": 0}
 
 
 def _tokenizer_path(cfg: RunConfig) -> str:

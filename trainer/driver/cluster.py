@@ -23,7 +23,6 @@ from ray.job_config import JobConfig
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollout.fork_server import PYTHON
 from trainer.config.schema import RayConfig, problem
 from trainer.driver.placement import (
     DEVICES_NEEDED,
@@ -130,7 +129,7 @@ class Cluster:
             if _keep_token_in(scratch.path):
                 stack.callback(os.environ.pop, TOKEN_PATH, None)
             stack.callback(ray.shutdown)
-            stack.callback(scratch.end_server)
+            stack.callback(scratch.end_servers)
             with _separate_sessions():
                 ray.init(
                     address="local",
@@ -141,7 +140,7 @@ class Cluster:
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    runtime_env={"env_vars": scratch.env, **({"py_executable": PYTHON} if scratch.forks else {})},
+                    runtime_env=scratch.runtime_env,
                     job_config=_OwnPackagesFirst(),
                     _temp_dir=str(scratch.path),
                     # Or Ray starts a process per core that no actor can use, since each has another environment.

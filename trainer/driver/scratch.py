@@ -1,4 +1,4 @@
-"""What a run has on this host before Ray: a temporary directory, and the server that its processes are forked from."""
+"""What a run has on this host before Ray: a temporary directory, and servers that its processes are forked from."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import shutil
 import tempfile
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_config import engine_environ
-from rollout.fork_server import SERVER_VAR, RunServer
+from rollout.fork_server import ENGINE_SERVER, LEARNER_SERVER, RunServer, python
 from trainer.builtin.tiny_model import cache_dir
 from trainer.driver.process_cleaner import RUN_ID_VAR
 from trainer.subprograms import environment
 from weight_sync.device import merge_env
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from trainer.config.schema import RunConfig
-    from weight_sync.device.base import Backend
+    from weight_sync.device.base import Backend, Role
 
 
 log = logging.getLogger(__name__)
@@ -33,26 +35,19 @@ SCRATCH_LOCK = "lock"
 FALLBACK_TEMP_DIR = "/tmp"
 MAX_TEMP_BYTES = 14
 """A socket's path has at most 107 bytes; our directory, Ray's session and the name take 93."""
-PRELOAD = (
-    "rollout.engine.preload",  # first, since the environment is the engines'
-    "rollout.worker.actor",
-    "trainer.learner.fit",
-    "trainer.learner.lora",
-    "trainer.learner.policy",
-)
+OF_ENGINES = ("rollout.engine.preload",)
+OF_OTHERS = ("ray", "trainer.learner.fit", "trainer.learner.lora", "trainer.learner.policy", "rollout.worker.actor")
 """What the actors of a run import."""
 
 
 class Scratch:
-    """Made by `begin`, early, since the server then imports for seconds; removed by `close`."""
+    """Made by `begin`, early, since its servers then import for seconds; removed by `close`."""
 
     def __init__(self) -> None:
-        self._end, self._server = contextlib.ExitStack(), contextlib.ExitStack()
-        self.is_begun, self.forks = False, False
-        """`forks`: Ray's actors are forked from the server of the run."""
-        self.run_id, self.path = "", Path()
-        self.env: dict[str, str] = {}
-        """Of every process of the run."""
+        self._end, self._servers = contextlib.ExitStack(), contextlib.ExitStack()
+        self.is_begun, self.run_id, self.path = False, "", Path()
+        self.runtime_env: dict[str, Any] = {}
+        """Ray's, of every actor; an engine starts as `engine_python` says."""
 
     def begin(self, cfg: RunConfig, backend: Backend) -> None:
         """Blocks for milliseconds. Closes what was begun before. A run on a joined cluster needs nothing."""
@@ -66,30 +61,43 @@ class Scratch:
         self._end.callback(os.close, lock)
         self._end.callback(shutil.rmtree, self.path, ignore_errors=True)
         inside = {"VLLM_RPC_BASE_PATH": str(self.path), "TMPDIR": str(self.path)}  # a killed vLLM leaves its sockets
-        self.env = {**inside, "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor")}  # outlives the run
-        self.forks = backend.capabilities().forks
-        if self.forks:
-            # Not with the directory that outlives the run, which an import makes: the run may not begin.
-            server = RunServer(self.path, {**_engine_environment(cfg, backend), **inside}, preload=PRELOAD)
-            self._server.callback(server.close)
-            os.environ[SERVER_VAR] = server.address
-            self._server.callback(os.environ.pop, SERVER_VAR, None)
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor")}  # outlives the run
+        self.runtime_env = {"env_vars": {**inside, **compiled}}
+        if backend.capabilities().forks:
+            # Without `compiled`: an import makes that directory, and the run may not begin.
+            self._serve(ENGINE_SERVER, "engines", {**_of_engines(cfg, backend), **inside}, OF_ENGINES)
+            self._serve(LEARNER_SERVER, "others", {**_environment(cfg, backend, "learner"), **inside}, OF_OTHERS)
+            self.runtime_env["py_executable"] = python(LEARNER_SERVER)
 
-    def end_server(self) -> None:
+    def _serve(self, variable: str, name: str, environ: Mapping[str, str], preload: Sequence[str]) -> None:
+        server = RunServer(name, self.path, environ, preload=preload)
+        self._servers.callback(server.close)
+        os.environ[variable] = server.address
+        self._servers.callback(os.environ.pop, variable, None)
+
+    def end_servers(self) -> None:
         """Ends all that was forked. Idempotent."""
-        self._server.close()
+        self._servers.close()
 
     def close(self) -> None:
         """Idempotent."""
-        self.end_server()
+        self.end_servers()
         self._end.close()
         self.is_begun = False
 
 
-def _engine_environment(cfg: RunConfig, backend: Backend) -> dict[str, str]:
-    """What any engine of the run finds when it imports its libraries."""
-    env = merge_env(backend.process_env("engine"), cfg.device.env, dict(os.environ))
+def engine_python() -> dict[str, str]:
+    """As part of Ray's `runtime_env`."""
+    return {"py_executable": python(ENGINE_SERVER)} if ENGINE_SERVER in os.environ else {}
+
+
+def _environment(cfg: RunConfig, backend: Backend, role: Role) -> dict[str, str]:
+    """What any process of the run with that role finds when it imports its libraries."""
     ours = {name: value for name, value in environment().items() if name == "PYTHONPATH"}
+    return {**os.environ, **merge_env(backend.process_env(role), cfg.device.env, dict(os.environ)), **ours}
+
+
+def _of_engines(cfg: RunConfig, backend: Backend) -> dict[str, str]:
     return engine_environ(
         EngineSpec(
             model="",
@@ -97,7 +105,7 @@ def _engine_environment(cfg: RunConfig, backend: Backend) -> dict[str, str]:
             tensor_parallel_size=cfg.rollout.tensor_parallel_size,
             num_threads=cfg.device.cpu_threads,
             enforce_eager=cfg.rollout.enforce_eager,
-            env={**env, **ours},
+            env=_environment(cfg, backend, "engine"),
         )
     )
 

@@ -178,6 +178,9 @@ class LearnerActor:
         device = self._backend.set_device(self._place)
         if device.type == "cpu":
             torch.set_num_threads(cfg.device.cpu_threads)
+        else:
+            with suppress(KeyError, ValueError):  # Ray sets it later than a forked process imports torch
+                torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         dist.init_process_group(  # for one rank, too: FSDP2 has no other way to run
             self._backend.collective,
             store=self._open_store(address, is_master=False) if self._store is None else self._store,

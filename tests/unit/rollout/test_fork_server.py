@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from rollout.fork_server import PYTHON
+from rollout.fork_server import ENGINE_SERVER, python
 from tests.fakes.process_life import is_running, wait_until
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ if __name__ == "__main__":
         process = fork_server.ForkContext().Process(target=report, args=(sys.argv[2],))
         process.start()
     else:
-        folder = {"TMPDIR": sys.argv[2], "VALUE": "of the server"}
-        server = fork_server.RunServer(Path(sys.argv[2]), {**os.environ, **folder}, preload=("wave", "preloaded"))
+        environ = {**os.environ, "TMPDIR": sys.argv[2], "VALUE": "of the server"}
+        server = fork_server.RunServer("engines", Path(sys.argv[2]), environ, preload=("wave", "preloaded"))
         print(json.dumps(server.address), flush=True)
         sys.stdin.readline()
         server.close()
@@ -139,7 +139,7 @@ def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_e
 
     def engine_of_new_actor(name: str, **environment: str) -> tuple[Any, dict[str, Any]]:
         report = tmp_path / name
-        actor = run("actor", str(report), VALUE=name, TANDEM_FORK_SERVER=address, **environment)
+        actor = run("actor", str(report), VALUE=name, TANDEM_ENGINE_SERVER=address, **environment)
         wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
         found = json.loads(report.read_text())
         assert (found["was_there"], found["value"], found["temporary"]) == (True, name, str(scratch))
@@ -154,7 +154,7 @@ def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_e
     killed.kill()
     left = psutil.Process(first["pid"])
     wait_until(lambda: not is_running(left), within_s=60.0, what="an engine outlived its actor")
-    assert (scratch / "fork_server.log").read_text() == f"noise {scratch}\n"
+    assert (scratch / "engines.log").read_text() == f"noise {scratch}\n"
     assert is_running(psutil.Process(second["pid"])) and is_running(server)
     driver.stdin.write("\n")
     driver.stdin.flush()
@@ -171,7 +171,7 @@ def test_a_killed_driver_takes_the_server_along_and_an_actor_without_one_has_its
     driver.kill()
     wait_until(lambda: not is_running(server), within_s=60.0, what="the server outlived its driver")
     report = tmp_path / "report"
-    actor = run("actor", str(report), VALUE="mine", TANDEM_FORK_SERVER=address)
+    actor = run("actor", str(report), VALUE="mine", TANDEM_ENGINE_SERVER=address)
     wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
     own = psutil.Process(json.loads(report.read_text())["server"])
     assert own.ppid() == actor.pid
@@ -195,7 +195,7 @@ def script(tmp_path: Path) -> Iterator[Any]:
 
     def begin(report: Path, end: str, **environment: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            ["bash", "-c", f"exec {PYTHON} {path} {report} {end}"],
+            ["bash", "-c", f"exec {python(ENGINE_SERVER)} {path} {report} {end}"],
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdin=subprocess.PIPE,
             start_new_session=True,
@@ -214,7 +214,7 @@ def test_a_script_runs_in_a_fork_of_the_server_and_both_end_alike(tmp_path: Path
     address = json.loads(run("driver", str(scratch)).stdout.readline())
     server = int(address.partition(":")[0])
     report = tmp_path / "report"
-    assert script(report, "7", VALUE="mine", TANDEM_FORK_SERVER=address).wait(60) == 7
+    assert script(report, "7", VALUE="mine", TANDEM_ENGINE_SERVER=address).wait(60) == 7
     found = json.loads(report.read_text())
     assert (found["parent"], found["was_there"], found["value"], found["name"]) == (server, True, "mine", "__main__")
     assert found["group"] == found["pid"], "Ray kills the group of an actor that ends"
@@ -222,7 +222,7 @@ def test_a_script_runs_in_a_fork_of_the_server_and_both_end_alike(tmp_path: Path
     assert (found["arguments"], found["first"]) == ([str(path), str(report), "7"], str(path.parent))
 
     for name in ("waits", "is_killed"):
-        one = script(tmp_path / name, "wait", VALUE="", TANDEM_FORK_SERVER=address)
+        one = script(tmp_path / name, "wait", VALUE="", TANDEM_ENGINE_SERVER=address)
         wait_until(
             lambda at=tmp_path / name: at.exists() and at.stat().st_size > 0, within_s=60.0, what="no script ran"
         )
@@ -243,9 +243,9 @@ def test_without_a_server_a_script_has_an_interpreter_of_its_own(
     environment = {"VALUE": "mine"}
     if why != "there is none":
         driver = run("driver", str(scratch))
-        environment["TANDEM_FORK_SERVER"] = json.loads(driver.stdout.readline())
+        environment["TANDEM_ENGINE_SERVER"] = json.loads(driver.stdout.readline())
         if why == "it was killed":
-            server = psutil.Process(int(environment["TANDEM_FORK_SERVER"].partition(":")[0]))
+            server = psutil.Process(int(environment["TANDEM_ENGINE_SERVER"].partition(":")[0]))
             server.kill()
             wait_until(lambda: not is_running(server), within_s=60.0, what="the server is still there")
         else:
@@ -260,19 +260,19 @@ ACTORS = """
 import json, os, sys, time
 from pathlib import Path
 import ray
-from rollout.fork_server import PYTHON, SERVER_VAR, RunServer
+from rollout.fork_server import LEARNER_SERVER, RunServer, python
 
 if __name__ == "__main__":
-    server = RunServer(Path(sys.argv[1]), os.environ, preload=("ray", "wave"))
-    os.environ[SERVER_VAR] = server.address
+    server = RunServer("others", Path(sys.argv[1]), os.environ, preload=("ray", "wave"))
+    os.environ[LEARNER_SERVER] = server.address
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8,
-             runtime_env={"py_executable": PYTHON}, _system_config={"prestart_worker_first_driver": False},
-             _temp_dir=sys.argv[1])
+             runtime_env={"py_executable": python(LEARNER_SERVER)}, _temp_dir=sys.argv[1],
+             _system_config={"prestart_worker_first_driver": False})
 
     @ray.remote(num_cpus=0)
     class Actor:
         def where(self):
-            return os.getpid(), os.getppid() == int(os.environ[SERVER_VAR].partition(":")[0]), "wave" in sys.modules
+            return os.getpid(), os.getppid() == int(os.environ[LEARNER_SERVER].partition(":")[0]), "wave" in sys.modules
 
     actors = [Actor.remote() for _ in range(2)]
     found = ray.get([actor.where.remote() for actor in actors], timeout=60)

@@ -30,6 +30,7 @@ from trainer.driver.placement import plan_placement
 from trainer.driver.process_cleaner import RUN_ID_VAR, ProcessCleaner
 from trainer.errors import ConfigurationError
 from trainer.telemetry import last_words
+from weight_sync.device.environment import EnvVar
 from weight_sync.device.select import get_backend
 
 if TYPE_CHECKING:
@@ -124,39 +125,45 @@ def test_a_host_with_more_devices_than_the_run_takes_is_reported_once(
 
 
 @pytest.mark.parametrize("forks", [True, False])
-def test_actors_and_engines_of_a_cluster_are_forked_from_one_server_that_lives_as_long(
+def test_actors_and_engines_of_a_cluster_are_forked_from_servers_that_live_as_long(
     forks: bool, scratch_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is there before Ray's processes, which inherit where it is."""
+    """They are there before Ray's processes, which inherit where they are."""
     seen: list[Any] = []
 
     class Server:
-        def __init__(self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str]) -> None:
-            self.address = "7:/socket"
-            seen.append(("begun", folder.parent == scratch_root, environ["VLLM_LOGGING_LEVEL"]))
+        def __init__(self, name: str, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str]) -> None:
+            self.address, self._name = f"7:/{name}", name
+            own = (environ.get("VLLM_LOGGING_LEVEL"), environ.get("ROLE"), "TORCHINDUCTOR_CACHE_DIR" in environ)
+            seen.append((name, folder.parent == scratch_root, preload[0], *own))
 
         def close(self) -> None:
-            seen.append("closed")
-
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    monkeypatch.delenv(scratch.SERVER_VAR, raising=False)
-    monkeypatch.setattr(scratch, "RunServer", Server)
+            seen.append(f"end of {self._name}")
 
     def init(*, runtime_env: Mapping[str, Any], **_: Any) -> None:
-        seen.append((os.environ.get(scratch.SERVER_VAR), runtime_env.get("py_executable")))
+        pythons = [runtime_env.get("py_executable"), scratch.engine_python().get("py_executable")]
+        addresses = [os.environ.get(name) for name in (scratch.ENGINE_SERVER, scratch.LEARNER_SERVER)]
+        seen.append((*addresses, *["main" in (each or "") for each in pythons], len(set(pythons))))
 
+    for name in ("VLLM_LOGGING_LEVEL", "TORCHINDUCTOR_CACHE_DIR", scratch.ENGINE_SERVER, scratch.LEARNER_SERVER):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(scratch, "RunServer", Server)
     monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: seen.append("end of Ray"))
     backend = SimpleNamespace(
         name="cuda",
         ray_resource="GPU",
         num_devices=lambda: 2,
         capabilities=lambda: SimpleNamespace(forks=forks),
-        process_env=lambda _role: (),
+        process_env=lambda role: (EnvVar(name="ROLE", value=role, why="to see"),),
     )
     start(backend, resource="GPU", learner={"num_ranks": 1}).stop(keep_logs_in=None)
-    forked = [("begun", True, "WARNING"), ("7:/socket", cluster.PYTHON), "closed"]
-    assert seen == (forked if forks else [(None, None)])
-    assert scratch.SERVER_VAR not in os.environ
+    engines = ("engines", True, "rollout.engine.preload", "WARNING", "engine", False)
+    others = ("others", True, "ray", None, "learner", False)
+    in_between = ("7:/engines", "7:/others", True, True, 2)
+    ends = ["end of others", "end of engines", "end of Ray"]
+    assert seen == ([engines, others, in_between, *ends] if forks else [(None, None, False, False, 1), "end of Ray"])
+    assert not {scratch.ENGINE_SERVER, scratch.LEARNER_SERVER} & os.environ.keys()
 
 
 def test_only_the_end_of_a_long_actor_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
