@@ -1,11 +1,12 @@
-"""Fork servers of a run: each has imported large libraries once, for the processes of the run on this host.
+"""Fork servers of a run: they import large libraries once, for the processes of the run on this host.
 
-    driver ── starts ──> server of the learner ── forks ──> learner ranks, rollout workers
-                    └──> server of vLLM ───────── forks ──> engine actors, and the engine process of each
+    driver ── starts ──> server of vLLM ─────────────── forks ──> engine actors, and the engine process of each
+                                 └─ forks ──> server of the others ── forks ──> learner ranks, rollout workers
 
-Imports take longer than all else in a start with warm caches. There are two, since the import of vLLM changes torch's
-compiler. Ray starts `main` for each actor, which asks a server for a fork. Where there is no server (another host of a
-joined cluster, devices that may not be forked), actors are interpreters of their own, and an engine has its own server.
+Imports take longer than all else in a start with warm caches. The second server is forked before vLLM is imported,
+which changes torch's compiler. Ray starts `main` for each actor, which asks a server for a fork. Where there is none
+(another host of a joined cluster, devices that may not be forked), actors are interpreters of their own, and an engine
+has its own server.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 PRELOAD = ("rollout.engine.preload",)
 ENGINE_SERVER, LEARNER_SERVER = "TANDEM_ENGINE_SERVER", "TANDEM_LEARNER_SERVER"
-"""In the environment of a run's processes: `pid:socket` of a `RunServer`."""
+"""In the environment of a run's processes: `pid:socket` of a server."""
 JOB_ID = "01000000"
 """Ray's, of the first job of a cluster."""
 _STREAMS = (1, 2)
@@ -80,44 +82,70 @@ class ForkContext(ForkServerContext):
 
 
 class RunServer:
-    """A fork server of a run for this host. It begins to import at once.
+    """Both servers of a run on this host. They begin to import at once.
 
     Args:
-        name: of its socket and its log; short, since a socket's path has at most 107 bytes.
-        folder: of both, which is deleted with the run. What is forked prints where its parent does.
-        environ: the whole environment in which it imports.
-        preload: modules; one that cannot be imported is left to those that need it.
+        folder: of their sockets and their log, which is deleted with the run. It has a short path, since that of a
+            socket has at most 107 bytes. What is forked prints where its parent does.
+        environ: the whole environment in which they begin to import.
+        preload: modules for all; one that cannot be imported is left to those that need it.
+        variables: environment of engines, set before vLLM is imported.
     """
 
-    def __init__(self, name: str, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str]) -> None:
-        socket_path = folder / name
+    def __init__(
+        self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str], variables: Mapping[str, str]
+    ) -> None:
+        paths = [folder / "engines", folder / "others"]
         # Ray reads these when it is imported, and never again. Actors look for the end of the raylet, which starts
         # later; `main` notices that at once, so they are told of a process that stays.
         for_ray = {"RAY_JOB_ID": JOB_ID, "RAY_RAYLET_PID": str(os.getpid())}
-        with socket.socket(socket.AF_UNIX) as listener, (folder / f"{name}.log").open("wb") as log_file:
-            listener.bind(str(socket_path))
-            listener.listen()
-            alive_r, self._alive_w = os.pipe()  # the server ends when our end is closed, so with this process
-            program = f"main({listener.fileno()}, {alive_r}, {[*preload]!r})"
+        with contextlib.ExitStack() as stack:
+            log_file = stack.enter_context((folder / "fork_server.log").open("wb"))
+            listeners = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in paths]
+            for listener, path in zip(listeners, paths, strict=True):
+                listener.bind(str(path))
+                listener.listen()
+            alive_r, self._alive_w = os.pipe()  # the servers end when our end is closed, so with this process
+            stack.callback(os.close, alive_r)
+            fds = *(listener.fileno() for listener in listeners), alive_r
+            program = f"serve({fds}, {[*preload]!r}, {dict(variables)!r}, {[*PRELOAD]!r})"
             # In a session of its own: Ctrl-C in the terminal is for the driver. Unbuffered: what is in a buffer at a
             # fork, the new process would print as well.
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", "-c", f"from multiprocessing.forkserver import main; {program}"],
-                pass_fds=(listener.fileno(), alive_r),
+                [sys.executable, "-u", "-P", "-c", f"from rollout.fork_server import serve; {program}"],
+                pass_fds=fds,
                 env={**environ, **for_ray},
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        os.close(alive_r)
-        self.address = f"{self._process.pid}:{socket_path}"
+        pid = self._process.pid
+        self.addresses = {ENGINE_SERVER: f"{pid}:{paths[0]}", LEARNER_SERVER: f"{pid}:{paths[1]}"}
+        """What their variables in the environment are for the processes of the run."""
 
     def close(self) -> None:
-        """Ends the server, and what it has forked."""
+        """Ends the servers, and what they have forked."""
         self._process.kill()
         self._process.wait()
         os.close(self._alive_w)
+
+
+def serve(
+    fds: tuple[int, int, int], preload: Sequence[str], variables: Mapping[str, str], of_engines: Sequence[str]
+) -> None:
+    """The process of `RunServer`. Returns when the owner of the run has ended."""
+    engines, others, alive = fds
+    for name in preload:
+        with contextlib.suppress(Exception):
+            import_module(name)
+    if os.fork() == 0:
+        os.close(engines)
+        forkserver.main(others, alive, [])
+    else:
+        os.close(others)
+        os.environ.update(variables)
+        forkserver.main(engines, alive, of_engines)
 
 
 def use_server(variable: str) -> bool:

@@ -7,6 +7,7 @@ the error is reported. Imports only: a device must not be touched before the for
 from __future__ import annotations
 
 import contextlib
+import sys
 from importlib import import_module
 
 MODULES = (
@@ -19,6 +20,9 @@ MODULES = (
     "torch._inductor.fx_passes.joint_graph",  # vLLM initializes its patterns at the end of every start
     "weight_sync.receive.receiver",  # not the extension itself, whose import has an effect
 )
+
+if (config := sys.modules.get("torch._inductor.config")) is not None:
+    config.compile_threads = 1  # vLLM sets a variable for it, which is read when that module is imported
 
 for name in MODULES:
     with contextlib.suppress(Exception):

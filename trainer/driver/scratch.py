@@ -21,10 +21,8 @@ from trainer.subprograms import environment
 from weight_sync.device import merge_env
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from trainer.config.schema import RunConfig
-    from weight_sync.device.base import Backend, Role
+    from weight_sync.device.base import Backend
 
 
 log = logging.getLogger(__name__)
@@ -35,9 +33,8 @@ SCRATCH_LOCK = "lock"
 FALLBACK_TEMP_DIR = "/tmp"
 MAX_TEMP_BYTES = 14
 """A socket's path has at most 107 bytes; our directory, Ray's session and the name take 93."""
-OF_ENGINES = ("rollout.engine.preload",)
-OF_OTHERS = ("ray", "trainer.learner.fit", "trainer.learner.lora", "trainer.learner.policy", "rollout.worker.actor")
-"""What the actors of a run import."""
+PRELOAD = ("ray", "trainer.learner.fit", "trainer.learner.lora", "trainer.learner.policy", "rollout.worker.actor")
+"""What learners and rollout workers import, and engines in part."""
 
 
 class Scratch:
@@ -65,15 +62,16 @@ class Scratch:
         self.runtime_env = {"env_vars": {**inside, **compiled}}
         if backend.capabilities().forks:
             # Without `compiled`: an import makes that directory, and the run may not begin.
-            self._serve(ENGINE_SERVER, "engines", {**_of_engines(cfg, backend), **inside}, OF_ENGINES)
-            self._serve(LEARNER_SERVER, "others", {**_environment(cfg, backend, "learner"), **inside}, OF_OTHERS)
+            own = {**inside, **{name: value for name, value in environment().items() if name == "PYTHONPATH"}}
+            common = {**os.environ, **cfg.device.env, **own}
+            of_engines = {name: value for name, value in _of_engines(cfg, backend).items() if name not in own}
+            variables = {name: value for name, value in of_engines.items() if common.get(name) != value}
+            server = RunServer(self.path, common, preload=PRELOAD, variables=variables)
+            self._servers.callback(server.close)
+            for name, address in server.addresses.items():
+                os.environ[name] = address
+                self._servers.callback(os.environ.pop, name, None)
             self.runtime_env["py_executable"] = python(LEARNER_SERVER)
-
-    def _serve(self, variable: str, name: str, environ: Mapping[str, str], preload: Sequence[str]) -> None:
-        server = RunServer(name, self.path, environ, preload=preload)
-        self._servers.callback(server.close)
-        os.environ[variable] = server.address
-        self._servers.callback(os.environ.pop, variable, None)
 
     def end_servers(self) -> None:
         """Ends all that was forked. Idempotent."""
@@ -91,13 +89,8 @@ def engine_python() -> dict[str, str]:
     return {"py_executable": python(ENGINE_SERVER)} if ENGINE_SERVER in os.environ else {}
 
 
-def _environment(cfg: RunConfig, backend: Backend, role: Role) -> dict[str, str]:
-    """What any process of the run with that role finds when it imports its libraries."""
-    ours = {name: value for name, value in environment().items() if name == "PYTHONPATH"}
-    return {**os.environ, **merge_env(backend.process_env(role), cfg.device.env, dict(os.environ)), **ours}
-
-
 def _of_engines(cfg: RunConfig, backend: Backend) -> dict[str, str]:
+    """What any engine of the run finds when it imports its libraries."""
     return engine_environ(
         EngineSpec(
             model="",
@@ -105,7 +98,7 @@ def _of_engines(cfg: RunConfig, backend: Backend) -> dict[str, str]:
             tensor_parallel_size=cfg.rollout.tensor_parallel_size,
             num_threads=cfg.device.cpu_threads,
             enforce_eager=cfg.rollout.enforce_eager,
-            env=_environment(cfg, backend, "engine"),
+            env=merge_env(backend.process_env("engine"), cfg.device.env, dict(os.environ)),
         )
     )
 

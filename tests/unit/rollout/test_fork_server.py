@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from rollout.fork_server import ENGINE_SERVER, python
+from rollout.fork_server import ENGINE_SERVER, LEARNER_SERVER, python
 from tests.fakes.process_life import is_running, wait_until
 
 if TYPE_CHECKING:
@@ -98,8 +98,10 @@ if __name__ == "__main__":
         process.start()
     else:
         environ = {**os.environ, "TMPDIR": sys.argv[2], "VALUE": "of the server"}
-        server = fork_server.RunServer("engines", Path(sys.argv[2]), environ, preload=("wave", "preloaded"))
-        print(json.dumps(server.address), flush=True)
+        fork_server.PRELOAD = ("wave",)
+        variables = {"VALUE": "of engines"}
+        server = fork_server.RunServer(Path(sys.argv[2]), environ, preload=("preloaded",), variables=variables)
+        print(json.dumps(server.addresses), flush=True)
         sys.stdin.readline()
         server.close()
         print("closed", flush=True)
@@ -135,7 +137,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
 def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_ends(tmp_path: Path, run: Any) -> None:
     (scratch := tmp_path / "scratch").mkdir()
     driver = run("driver", str(scratch))
-    address = json.loads(driver.stdout.readline())
+    address = json.loads(driver.stdout.readline())[ENGINE_SERVER]
 
     def engine_of_new_actor(name: str, **environment: str) -> tuple[Any, dict[str, Any]]:
         report = tmp_path / name
@@ -154,7 +156,7 @@ def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_e
     killed.kill()
     left = psutil.Process(first["pid"])
     wait_until(lambda: not is_running(left), within_s=60.0, what="an engine outlived its actor")
-    assert (scratch / "engines.log").read_text() == f"noise {scratch}\n"
+    assert (scratch / "fork_server.log").read_text() == f"noise {scratch}\n"
     assert is_running(psutil.Process(second["pid"])) and is_running(server)
     driver.stdin.write("\n")
     driver.stdin.flush()
@@ -166,7 +168,7 @@ def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_e
 
 def test_a_killed_driver_takes_the_server_along_and_an_actor_without_one_has_its_own(tmp_path: Path, run: Any) -> None:
     driver = run("driver", str(tmp_path))
-    address = json.loads(driver.stdout.readline())
+    address = json.loads(driver.stdout.readline())[ENGINE_SERVER]
     server = psutil.Process(int(address.partition(":")[0]))
     driver.kill()
     wait_until(lambda: not is_running(server), within_s=60.0, what="the server outlived its driver")
@@ -181,7 +183,8 @@ SCRIPT = """
 import json, os, pathlib, sys, time
 pathlib.Path(sys.argv[1]).write_text(json.dumps({
     "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "arguments": sys.argv, "name": __name__,
-    "was_there": "wave" in sys.modules, "value": os.environ["VALUE"], "first": sys.path[0]}))
+    "was_there": [name for name in ("preloaded", "wave") if name in sys.modules], "value": os.environ["VALUE"],
+    "first": sys.path[0]}))
 time.sleep(600) if sys.argv[2] == "wait" else sys.exit(int(sys.argv[2]))
 """
 
@@ -193,9 +196,9 @@ def script(tmp_path: Path) -> Iterator[Any]:
     (path := folder / "worker.py").write_text(SCRIPT)
     started = list[subprocess.Popen[bytes]]()
 
-    def begin(report: Path, end: str, **environment: str) -> subprocess.Popen[bytes]:
+    def begin(report: Path, end: str, variable: str = ENGINE_SERVER, **environment: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            ["bash", "-c", f"exec {python(ENGINE_SERVER)} {path} {report} {end}"],
+            ["bash", "-c", f"exec {python(variable)} {path} {report} {end}"],
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             stdin=subprocess.PIPE,
             start_new_session=True,
@@ -209,20 +212,26 @@ def script(tmp_path: Path) -> Iterator[Any]:
         process.communicate()
 
 
-def test_a_script_runs_in_a_fork_of_the_server_and_both_end_alike(tmp_path: Path, run: Any, script: Any) -> None:
+@pytest.mark.parametrize(
+    ("variable", "imported"), [(ENGINE_SERVER, ["preloaded", "wave"]), (LEARNER_SERVER, ["preloaded"])]
+)
+def test_a_script_runs_in_a_fork_of_its_server_and_both_end_alike(
+    variable: str, imported: list[str], tmp_path: Path, run: Any, script: Any
+) -> None:
     (scratch := tmp_path / "scratch").mkdir()
-    address = json.loads(run("driver", str(scratch)).stdout.readline())
-    server = int(address.partition(":")[0])
+    addresses = json.loads(run("driver", str(scratch)).stdout.readline())
+    server = int(addresses[ENGINE_SERVER].partition(":")[0])
     report = tmp_path / "report"
-    assert script(report, "7", VALUE="mine", TANDEM_ENGINE_SERVER=address).wait(60) == 7
+    assert script(report, "7", variable, VALUE="mine", **addresses).wait(60) == 7
     found = json.loads(report.read_text())
-    assert (found["parent"], found["was_there"], found["value"], found["name"]) == (server, True, "mine", "__main__")
+    assert (found["was_there"], found["value"], found["name"]) == (imported, "mine", "__main__")
+    assert (found["parent"] == server) == (variable == ENGINE_SERVER), "others are forked before vLLM is imported"
     assert found["group"] == found["pid"], "Ray kills the group of an actor that ends"
     path = tmp_path / "scripts" / "worker.py"
     assert (found["arguments"], found["first"]) == ([str(path), str(report), "7"], str(path.parent))
 
     for name in ("waits", "is_killed"):
-        one = script(tmp_path / name, "wait", VALUE="", TANDEM_ENGINE_SERVER=address)
+        one = script(tmp_path / name, "wait", variable, VALUE="", **addresses)
         wait_until(
             lambda at=tmp_path / name: at.exists() and at.stat().st_size > 0, within_s=60.0, what="no script ran"
         )
@@ -243,7 +252,7 @@ def test_without_a_server_a_script_has_an_interpreter_of_its_own(
     environment = {"VALUE": "mine"}
     if why != "there is none":
         driver = run("driver", str(scratch))
-        environment["TANDEM_ENGINE_SERVER"] = json.loads(driver.stdout.readline())
+        environment |= json.loads(driver.stdout.readline())
         if why == "it was killed":
             server = psutil.Process(int(environment["TANDEM_ENGINE_SERVER"].partition(":")[0]))
             server.kill()
@@ -253,18 +262,18 @@ def test_without_a_server_a_script_has_an_interpreter_of_its_own(
     one = script(tmp_path / "report", "7", **environment)
     assert one.wait(60) == 7
     found = json.loads((tmp_path / "report").read_text())
-    assert (found["pid"], found["was_there"], found["value"]) == (one.pid, False, "mine")
+    assert (found["pid"], found["was_there"], found["value"]) == (one.pid, [], "mine")
 
 
 ACTORS = """
 import json, os, sys, time
 from pathlib import Path
-import ray
+import psutil, ray
 from rollout.fork_server import LEARNER_SERVER, RunServer, python
 
 if __name__ == "__main__":
-    server = RunServer("others", Path(sys.argv[1]), os.environ, preload=("ray", "wave"))
-    os.environ[LEARNER_SERVER] = server.address
+    server = RunServer(Path(sys.argv[1]), os.environ, preload=("ray", "wave"), variables={})
+    os.environ.update(server.addresses)
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8,
              runtime_env={"py_executable": python(LEARNER_SERVER)}, _temp_dir=sys.argv[1],
              _system_config={"prestart_worker_first_driver": False})
@@ -272,7 +281,8 @@ if __name__ == "__main__":
     @ray.remote(num_cpus=0)
     class Actor:
         def where(self):
-            return os.getpid(), os.getppid() == int(os.environ[LEARNER_SERVER].partition(":")[0]), "wave" in sys.modules
+            parent = psutil.Process().parent().ppid()  # of the server that was forked
+            return os.getpid(), parent == int(os.environ[LEARNER_SERVER].partition(":")[0]), "wave" in sys.modules
 
     actors = [Actor.remote() for _ in range(2)]
     found = ray.get([actor.where.remote() for actor in actors], timeout=60)

@@ -132,20 +132,30 @@ def test_actors_and_engines_of_a_cluster_are_forked_from_servers_that_live_as_lo
     seen: list[Any] = []
 
     class Server:
-        def __init__(self, name: str, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str]) -> None:
-            self.address, self._name = f"7:/{name}", name
-            own = (environ.get("VLLM_LOGGING_LEVEL"), environ.get("ROLE"), "TORCHINDUCTOR_CACHE_DIR" in environ)
-            seen.append((name, folder.parent == scratch_root, preload[0], *own))
+        def __init__(
+            self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str], variables: Mapping[str, str]
+        ) -> None:
+            self.addresses = {scratch.ENGINE_SERVER: "7:/engines", scratch.LEARNER_SERVER: "7:/others"}
+            own = environ["TMPDIR"] == str(folder), "TORCHINDUCTOR_CACHE_DIR" in environ, environ.get("ROLE")
+            of_engines = {name: variables.get(name) for name in ("VLLM_LOGGING_LEVEL", "ROLE", "TMPDIR")}
+            seen.append((folder.parent == scratch_root, preload[0], own, of_engines))
 
         def close(self) -> None:
-            seen.append(f"end of {self._name}")
+            seen.append("end of the servers")
 
     def init(*, runtime_env: Mapping[str, Any], **_: Any) -> None:
         pythons = [runtime_env.get("py_executable"), scratch.engine_python().get("py_executable")]
         addresses = [os.environ.get(name) for name in (scratch.ENGINE_SERVER, scratch.LEARNER_SERVER)]
         seen.append((*addresses, *["main" in (each or "") for each in pythons], len(set(pythons))))
 
-    for name in ("VLLM_LOGGING_LEVEL", "TORCHINDUCTOR_CACHE_DIR", scratch.ENGINE_SERVER, scratch.LEARNER_SERVER):
+    monkeypatch.setenv("TMPDIR", "/elsewhere")
+    for name in (
+        "ROLE",
+        "VLLM_LOGGING_LEVEL",
+        "TORCHINDUCTOR_CACHE_DIR",
+        scratch.ENGINE_SERVER,
+        scratch.LEARNER_SERVER,
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(scratch, "RunServer", Server)
     monkeypatch.setattr(cluster.ray, "init", init)
@@ -158,11 +168,11 @@ def test_actors_and_engines_of_a_cluster_are_forked_from_servers_that_live_as_lo
         process_env=lambda role: (EnvVar(name="ROLE", value=role, why="to see"),),
     )
     start(backend, resource="GPU", learner={"num_ranks": 1}).stop(keep_logs_in=None)
-    engines = ("engines", True, "rollout.engine.preload", "WARNING", "engine", False)
-    others = ("others", True, "ray", None, "learner", False)
+    of_engines = {"VLLM_LOGGING_LEVEL": "WARNING", "ROLE": "engine", "TMPDIR": None}
+    begun = (True, "ray", (True, False, None), of_engines)
     in_between = ("7:/engines", "7:/others", True, True, 2)
-    ends = ["end of others", "end of engines", "end of Ray"]
-    assert seen == ([engines, others, in_between, *ends] if forks else [(None, None, False, False, 1), "end of Ray"])
+    ends = ["end of the servers", "end of Ray"]
+    assert seen == ([begun, in_between, *ends] if forks else [(None, None, False, False, 1), "end of Ray"])
     assert not {scratch.ENGINE_SERVER, scratch.LEARNER_SERVER} & os.environ.keys()
 
 
