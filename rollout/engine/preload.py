@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from importlib import import_module
+from typing import Any
 
 MODULES = (
     "ray",  # the engine process imports the main module of its parent, which is Ray's
@@ -21,7 +22,8 @@ MODULES = (
     "weight_sync.receive.receiver",  # not the extension itself, whose import has an effect
 )
 
-if (config := sys.modules.get("torch._inductor.config")) is not None:
+config: Any = sys.modules.get("torch._inductor.config")
+if config is not None:
     config.compile_threads = 1  # vLLM sets a variable for it, which is read when that module is imported
 
 for name in MODULES:

@@ -240,15 +240,32 @@ def learner_items(
     return tuple(items)
 
 
-def stays_for_sure(cfg: RunConfig, shape: ModelShape, device: Device, *, earlier_tokens: int | None) -> bool:
+def stays_for_sure(
+    cfg: RunConfig,
+    shape: ModelShape,
+    device: Device,
+    *,
+    critic: ModelShape | None = None,
+    teacher: ModelShape | None = None,
+    earlier_tokens: int | None,
+) -> bool:
     """Whether the learner stays beside its engines, even if it needs a tenth of the device more than planned.
-    `earlier_tokens` per micro-batch are those of the run before it was resumed."""
-    if cfg.mode.offload == "always" or cfg.algorithm.uses_critic or cfg.algorithm.kl.reference_model is not None:
+    `critic` and `teacher` as of `plan_run`; `earlier_tokens` per micro-batch are those of the run before it was
+    resumed."""
+    if cfg.mode.offload == "always":
         return False
-    reference = shape if cfg.algorithm.kl.coef > 0 and not shape.num_adapter_params else None
+    critic = None if critic is None else critic.with_value_head()
+    reference = reference_shape(cfg, shape, teacher)
     more = replace(cfg.rollout, gpu_memory_utilization=min(1.0, cfg.rollout.gpu_memory_utilization + 0.1))
     cfg = replace(cfg, rollout=more, mode=replace(cfg.mode, offload="auto"))
-    return planned_fit(cfg, shape, device, reference, None, earlier_tokens=earlier_tokens).stays_on_device
+    return planned_fit(cfg, shape, device, reference, critic, earlier_tokens=earlier_tokens).stays_on_device
+
+
+def reference_shape(cfg: RunConfig, shape: ModelShape, teacher: ModelShape | None) -> ModelShape | None:
+    """Of the copy that the learner holds for the KL term, if any: with adapters it is the policy without them."""
+    if cfg.algorithm.kl.coef == 0:
+        return None
+    return (None if shape.num_adapter_params else shape) if teacher is None else teacher
 
 
 def planned_fit(

@@ -20,12 +20,13 @@ from rollout.errors import PluginError
 from trainer.algorithms.group_filter import own_group_filter
 from trainer.config.algorithm import is_own, load_own, traits_of
 from trainer.config.rules import SIZES_OF_CACHE, estimator_problems
-from trainer.config.schema import problem
+from trainer.config.schema import LoraConfig, problem
 from trainer.config.seats import Seats, engine_seats
 from trainer.driver.actors import why_engines_read_weights
 from trainer.driver.checkpointing import ResumePoint, find_resume_point
 from trainer.driver.datasets import DataSets, Findings, check_data, data_warnings, make_source
 from trainer.driver.models import (
+    TEACHER,
     ModelInfo,
     hub_problems,
     lost_characters,
@@ -169,13 +170,26 @@ def _planned(cfg: RunConfig, checked: PreflightResult) -> tuple[EngineMemory | N
     from trainer.driver.memory_plan import Device, engine_memory, model_shape, stays_for_sure
 
     device = Device(backend.name, backend.device_bytes(), is_shared=backend.ray_resource is None)
+    whole = replace(cfg.model, lora=LoraConfig())  # adapters are the policy's
+    has_critic = cfg.algorithm.uses_critic and not cfg.critic.shared_backbone
+    critic, teacher = checked.models.get("critic.path", checked.models["model.path"]), checked.models.get(TEACHER)
     try:
         shape = model_shape(cfg.model, model)
+        memory = engine_memory(cfg, shape, device)
+        if (has_critic and critic.config is None) or (teacher is not None and teacher.config is None):
+            return memory, False  # elsewhere
+        earlier = {} if checked.resumed is None else checked.resumed.state.get("learner", {})
+        stays = stays_for_sure(
+            cfg,
+            shape,
+            device,
+            critic=model_shape(whole, critic.config) if has_critic and critic.config is not None else None,
+            teacher=None if teacher is None or teacher.config is None else model_shape(whole, teacher.config),
+            earlier_tokens=earlier.get("max_tokens_per_micro_batch"),
+        )
     except ModelError:  # the learner reports it
         return None, False
-    earlier = {} if checked.resumed is None else checked.resumed.state.get("learner", {})
-    tokens = earlier.get("max_tokens_per_micro_batch")
-    return engine_memory(cfg, shape, device), stays_for_sure(cfg, shape, device, earlier_tokens=tokens)
+    return memory, stays
 
 
 def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:

@@ -25,6 +25,7 @@ from trainer.driver.memory_plan import (
     learner_items,
     min_bytes,
     planned_fit,
+    reference_shape,
     total,
     with_tokens,
 )
@@ -180,9 +181,7 @@ def plan_run(
     num_slots = (cfg.mode.max_staleness + 1) * cfg.trainer.groups_per_step
     group_size = num_in_flight(cfg) // num_slots
     critic = None if critic is None else critic.with_value_head()
-    # With adapters, the reference is the policy without them.
-    reference = (None if shape.num_adapter_params else shape) if teacher is None else teacher
-    reference = reference if cfg.algorithm.kl.coef > 0 else None
+    reference = reference_shape(cfg, shape, teacher)
     fit = planned_fit(cfg, shape, device, reference, critic)
     cfg = with_tokens(cfg, fit.tokens)
     engine = engine_memory(cfg, shape, device)
