@@ -1,12 +1,12 @@
 """Fork servers of a run: they import large libraries once, for the processes of the run on this host.
 
-    driver ── starts ──> server of vLLM ─────────────── forks ──> engine actors, and the engine process of each
-                                 └─ forks ──> server of the others ── forks ──> learner ranks, rollout workers
+    driver ── starts ──> server of engines ──────── forks ──> engine actors, and the engine process of each
+                                 └─ forks ──> server of learners ── forks ──> learner ranks, rollout workers
 
 Imports take longer than all else in a start with warm caches. The second server is forked before vLLM is imported,
 which changes torch's compiler. Ray starts `main` for each actor, which asks a server for a fork. Where there is none
 (another host of a joined cluster, devices that may not be forked), actors are interpreters of their own, and an engine
-has its own server.
+has its own server. A server that ends, as when the system has no process left for a fork, takes along what it forked.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import resource
 import runpy
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from importlib import import_module
 from multiprocessing import forkserver, reduction, resource_tracker
@@ -34,22 +37,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-PRELOAD = ("rollout.engine.preload",)
-ENGINE_SERVER, LEARNER_SERVER = "TANDEM_ENGINE_SERVER", "TANDEM_LEARNER_SERVER"
-"""In the environment of a run's processes: `pid:socket` of a server."""
+OF_ENGINES = ("rollout.engine.preload",)
+"""What only engines import."""
+ENGINE_SERVER, LEARNER_SERVER = "_TANDEM_ENGINE_SERVER", "_TANDEM_LEARNER_SERVER"
+"""In the environment of a run's processes: `pid:socket`, the id of the process that `RunServers` started."""
 JOB_ID = "01000000"
 """Ray's, of the first job of a cluster."""
 _STREAMS = (1, 2)
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
 class ForkedProcess(ForkServerProcess):
     """Has what its parent has at the start, as a spawned process would, and not what the server has: environment,
-    priority, stdout and stderr. It is killed with its parent, and with the server."""
+    limit of open files, place among those that the kernel kills for memory, priority, stdout and stderr. It is killed
+    with its parent, and with the server."""
 
     _streams: list[Any]
 
     def start(self) -> None:
         self._environment, self._niceness = dict(os.environ), os.getpriority(os.PRIO_PROCESS, 0)
+        self._max_files, self._oom_score = resource.getrlimit(resource.RLIMIT_NOFILE)[0], ""
+        with contextlib.suppress(OSError):  # not every container has it
+            self._oom_score = _OOM_SCORE.read_text()
         super().start()
 
     def __getstate__(self) -> dict[str, Any]:  # on its way to the server
@@ -60,19 +69,41 @@ class ForkedProcess(ForkServerProcess):
             given = sent.detach()
             os.dup2(given, stream)
             os.close(given)
-        with contextlib.suppress(PermissionError):  # the server may have a lower priority
+        with contextlib.suppress(OSError):  # the server may have a lower priority, or a lower hard limit
             os.setpriority(os.PRIO_PROCESS, 0, self._niceness)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self._max_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        with contextlib.suppress(OSError):
+            _OOM_SCORE.write_text(self._oom_score)
         _die_with_the_server()
         threading.Thread(target=_die_with_the_parent, daemon=True).start()
         # Only what differs changes: code that sets the process's title looks for it next to the original environment.
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
         os.environ.update({name: v for name, v in self._environment.items() if os.environ.get(name) != v})
-        torch: Any = sys.modules.get("torch")
-        if torch is not None:  # OpenMP read the variable in the server, where it may have been different
-            with contextlib.suppress(KeyError, ValueError):
-                torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        tempfile.tempdir = None  # of the server's environment
+        _reseed()
+        take_num_threads()
         super().run()
+
+
+def _reseed() -> None:
+    """What is drawn without a seed differs between forks. Python does this itself."""
+    numpy: Any = sys.modules.get("numpy")
+    torch: Any = sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed()
+    if torch is not None:
+        torch.default_generator.seed()
+
+
+def take_num_threads() -> None:
+    """As many threads of torch on the CPU as `OMP_NUM_THREADS` says now. OpenMP reads it when torch is imported, which
+    the server did; Ray sets it with the first call of an actor."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        with contextlib.suppress(KeyError, ValueError):
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 class ForkContext(ForkServerContext):
@@ -81,8 +112,8 @@ class ForkContext(ForkServerContext):
     Process = ForkedProcess  # pyright: ignore[reportAssignmentType]
 
 
-class RunServer:
-    """Both servers of a run on this host. They begin to import at once.
+class RunServers:
+    """Both servers of a run on this host, from one process that begins to import at once.
 
     Args:
         folder: of their sockets and their log, which is deleted with the run. It has a short path, since that of a
@@ -95,9 +126,9 @@ class RunServer:
     def __init__(
         self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str], variables: Mapping[str, str]
     ) -> None:
-        paths = [folder / "engines", folder / "others"]
-        # Ray reads these when it is imported, and never again. Actors look for the end of the raylet, which starts
-        # later; `main` notices that at once, so they are told of a process that stays.
+        paths = [folder / "engines", folder / "learners"]
+        # Ray reads these when it is imported, and never again. An actor looks from time to time whether the raylet is
+        # there, which starts later; it watches this process instead. With the raylet `main` dies, and the actor.
         for_ray = {"RAY_JOB_ID": JOB_ID, "RAY_RAYLET_PID": str(os.getpid())}
         with contextlib.ExitStack() as stack:
             log_file = stack.enter_context((folder / "fork_server.log").open("wb"))
@@ -107,8 +138,10 @@ class RunServer:
                 listener.listen()
             alive_r, self._alive_w = os.pipe()  # the servers end when our end is closed, so with this process
             stack.callback(os.close, alive_r)
+            failed = stack.enter_context(contextlib.ExitStack())
+            failed.callback(os.close, self._alive_w)
             fds = *(listener.fileno() for listener in listeners), alive_r
-            program = f"serve({fds}, {[*preload]!r}, {dict(variables)!r}, {[*PRELOAD]!r})"
+            program = f"serve({fds}, {[*preload]!r}, {dict(variables)!r}, {[*OF_ENGINES]!r})"
             # In a session of its own: Ctrl-C in the terminal is for the driver. Unbuffered: what is in a buffer at a
             # fork, the new process would print as well.
             self._process = subprocess.Popen(
@@ -120,12 +153,13 @@ class RunServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            failed.pop_all()
         pid = self._process.pid
         self.addresses = {ENGINE_SERVER: f"{pid}:{paths[0]}", LEARNER_SERVER: f"{pid}:{paths[1]}"}
         """What their variables in the environment are for the processes of the run."""
 
     def close(self) -> None:
-        """Ends the servers, and what they have forked."""
+        """Ends the servers, and what they have forked; that of learners ends a moment later."""
         self._process.kill()
         self._process.wait()
         os.close(self._alive_w)
@@ -134,16 +168,17 @@ class RunServer:
 def serve(
     fds: tuple[int, int, int], preload: Sequence[str], variables: Mapping[str, str], of_engines: Sequence[str]
 ) -> None:
-    """The process of `RunServer`. Returns when the owner of the run has ended."""
-    engines, others, alive = fds
+    """The process of `RunServers`. Returns when the owner of the run has ended."""
+    kill_with_parent()  # while it imports, it does not look at `alive`
+    engines, learners, alive = fds
     for name in preload:
         with contextlib.suppress(Exception):
             import_module(name)
     if os.fork() == 0:
         os.close(engines)
-        forkserver.main(others, alive, [])
+        forkserver.main(learners, alive, [])
     else:
-        os.close(others)
+        os.close(learners)
         os.environ.update(variables)
         forkserver.main(engines, alive, of_engines)
 
@@ -167,7 +202,7 @@ def begin_imports() -> None:
     if folder := os.environ.get("VLLM_RPC_BASE_PATH"):
         multiprocessing.current_process()._config["tempdir"] = folder  # pyright: ignore[reportAttributeAccessIssue]
     if not use_server(ENGINE_SERVER):
-        multiprocessing.set_forkserver_preload([*PRELOAD])
+        multiprocessing.set_forkserver_preload([*OF_ENGINES])
         forkserver.ensure_running()
 
 
@@ -199,7 +234,9 @@ def _die_with_the_server() -> None:
 
 def python(variable: str) -> str:
     """For a shell: runs a script as Python does, in a fork of that server."""
-    return f"{sys.executable} -P -c 'from rollout.fork_server import main; main(\"{variable}\")'"
+    # This very package, also where it is not installed; the script then has the path that Python gives it.
+    found = f"sys.path.insert(0, {str(Path(__file__).resolve().parents[1])!r}); from rollout.fork_server import main"
+    return shlex.join([sys.executable, "-P", "-c", f"import sys; {found}; del sys.path[0]; main({variable!r})"])
 
 
 def main(variable: str) -> None:
@@ -220,6 +257,8 @@ def main(variable: str) -> None:
 def _run(script: Sequence[str]) -> None:
     os.setpgid(0, 0)  # Ray kills the group of an actor that ends
     sys.argv[:] = script
+    multiprocessing.set_start_method(None, force=True)  # the default again
+    multiprocessing.current_process().name = "MainProcess"
     sys.path.insert(0, str(Path(script[0]).parent))
     if (ray := sys.modules.get("ray._raylet")) is not None:
         ray.Config.initialize("")  # it read the environment of the server

@@ -1,4 +1,4 @@
-"""What the fork server imports before it starts vLLM's core.
+"""What the server of engines imports before it forks.
 
 A module that is missing here is imported later by the engine process itself; one that fails fails there again, where
 the error is reported. Imports only: a device must not be touched before the fork.

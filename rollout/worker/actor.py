@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.agent.runner import make_loop
 from rollout.fleet.engine_client import RayEngineClient
+from rollout.fork_server import take_num_threads
 from rollout.rendering import load_tokenizer
 from rollout.reward.pool import RewardPool
 from rollout.reward.process import DRIVER_ONLY
@@ -69,6 +70,7 @@ class RolloutWorkerActor:
 
     async def start(self) -> None:
         """Raises DataError if the reward does not import, and PluginError if the agent loop does not load."""
+        take_num_threads()
         await self._rewards.start()
         self._for_life.enter_context(rare_collections())
         path = self._spec.tokenizer_path

@@ -165,7 +165,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_cache: Path) -> Story:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("TANDEM_CACHE_DIR", str(tiny_cache)), ("HF_HUB_OFFLINE", "1"), ("PYTHONPATH", str(ROOT))):
             patch.setenv(name, value)
-        patch.setenv("TANDEM_RUN_ID", "")  # set by the cluster, and taken back with the rest
+        patch.setenv("_TANDEM_RUN_ID", "")  # set by the cluster, and taken back with the rest
         cfg = load_config(["mode=sync", *OVERRIDES, f"run_dir={folder / 'run'}"])
         checked = preflight(cfg)
         asyncio.run(whole_life(cfg, checked))

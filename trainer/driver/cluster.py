@@ -35,7 +35,7 @@ from trainer.driver.placement import (
     describe_nodes,
 )
 from trainer.driver.process_cleaner import ProcessCleaner
-from trainer.driver.scratch import Scratch
+from trainer.driver.scratch import Scratch, sweep
 from trainer.errors import ConfigurationError, Problem, one_line
 from trainer.subprograms import ROOT
 from trainer.telemetry.last_words import copy_logs
@@ -94,6 +94,7 @@ class Cluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if cfg.ray.address != "local":
             return cls._join(cfg, placement, backend)
+        sweep()
         scratch = Scratch() if scratch is None else scratch
         resource = backend.ray_resource
         devices = {resource: backend.num_devices()} if resource else {}

@@ -76,11 +76,12 @@ class PreflightResult:
 
 
 def preflight(cfg: RunConfig, *, begin: Callable[[Backend], object] = lambda _: None) -> PreflightResult:
-    """Check packages, devices, models, checkpoint, data and rewards, and leave nothing behind. Blocking: call it in the
-    main thread, outside an event loop. Raises ConfigurationError or DataError with everything that is wrong.
+    """Check packages, devices, models, checkpoint, data and rewards. Leaves nothing behind but what `begin` did.
+    Blocking: call it in the main thread, outside an event loop. Raises ConfigurationError or DataError with everything
+    that is wrong.
 
     Args:
-        begin: called once nothing is wrong with packages and devices, before models and data are read.
+        begin: called once packages and devices are found right, before models and data are read.
     """
     found = Findings()
     found.add(engine_package_problems())
@@ -175,7 +176,10 @@ def _planned(cfg: RunConfig, checked: PreflightResult) -> tuple[EngineMemory | N
     critic, teacher = checked.models.get("critic.path", checked.models["model.path"]), checked.models.get(TEACHER)
     try:
         shape = model_shape(cfg.model, model)
-        memory = engine_memory(cfg, shape, device)
+    except ModelError:  # the learner reports it, as below
+        return None, False
+    memory = engine_memory(cfg, shape, device)
+    try:
         if (has_critic and critic.config is None) or (teacher is not None and teacher.config is None):
             return memory, False  # elsewhere
         earlier = {} if checked.resumed is None else checked.resumed.state.get("learner", {})
@@ -187,8 +191,8 @@ def _planned(cfg: RunConfig, checked: PreflightResult) -> tuple[EngineMemory | N
             teacher=None if teacher is None or teacher.config is None else model_shape(whole, teacher.config),
             earlier_tokens=earlier.get("max_tokens_per_micro_batch"),
         )
-    except ModelError:  # the learner reports it
-        return None, False
+    except ModelError:
+        return memory, False
     return memory, stays
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Mapping
 
 
-RUN_ID_VAR = "TANDEM_RUN_ID"
+RUN_ID_VAR = "_TANDEM_RUN_ID"
 GRACE_S = 1.0
 """For processes that end with their parent."""
 DEADLINE_S = 20.0

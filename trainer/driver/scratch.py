@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.engine.interface import EngineSpec
 from rollout.engine.vllm_config import engine_environ
-from rollout.fork_server import ENGINE_SERVER, LEARNER_SERVER, RunServer, python
+from rollout.fork_server import ENGINE_SERVER, LEARNER_SERVER, RunServers, python
 from trainer.builtin.tiny_model import cache_dir
 from trainer.driver.process_cleaner import RUN_ID_VAR
 from trainer.subprograms import environment
@@ -51,9 +51,9 @@ class Scratch:
         self.close()
         if cfg.ray.address != "local":
             return
-        _sweep()
         self.is_begun, self.run_id = True, uuid.uuid4().hex
         os.environ[RUN_ID_VAR] = self.run_id  # inherited by everything that is started from here on
+        self._end.callback(os.environ.pop, RUN_ID_VAR, None)
         self.path, lock = _make()
         self._end.callback(os.close, lock)
         self._end.callback(shutil.rmtree, self.path, ignore_errors=True)
@@ -66,7 +66,7 @@ class Scratch:
             common = {**os.environ, **cfg.device.env, **own}
             of_engines = {name: value for name, value in _of_engines(cfg, backend).items() if name not in own}
             variables = {name: value for name, value in of_engines.items() if common.get(name) != value}
-            server = RunServer(self.path, common, preload=PRELOAD, variables=variables)
+            server = RunServers(self.path, common, preload=PRELOAD, variables=variables)
             self._servers.callback(server.close)
             for name, address in server.addresses.items():
                 os.environ[name] = address
@@ -118,7 +118,7 @@ def _make() -> tuple[Path, int]:
     return path, lock
 
 
-def _sweep() -> None:
+def sweep() -> None:
     """Remove scratch directories of runs that were killed together with their cleaner. A lock shows which: process ids
     mean nothing where containers or hosts share the directory."""
     for path in Path(_home()).glob(f"{SCRATCH_PREFIX}*"):

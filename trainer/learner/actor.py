@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 
+from rollout.fork_server import take_num_threads
 from trainer.errors import CheckpointError, LearnerError
 from trainer.files import appears
 from weight_sync.errors import DeviceError
@@ -179,8 +180,7 @@ class LearnerActor:
         if device.type == "cpu":
             torch.set_num_threads(cfg.device.cpu_threads)
         else:
-            with suppress(KeyError, ValueError):  # Ray sets it later than a forked process imports torch
-                torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            take_num_threads()
         dist.init_process_group(  # for one rank, too: FSDP2 has no other way to run
             self._backend.collective,
             store=self._open_store(address, is_master=False) if self._store is None else self._store,

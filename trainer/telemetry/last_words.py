@@ -63,7 +63,7 @@ def write(run_dir: Path, scratch: Path, known: Mapping[str, Any]) -> None:
 
 
 def copy_logs(scratch: Path, target: Path) -> None:
-    """The end of what each actor printed, and the server of the engines. Raises `OSError`."""
+    """The end of what each actor printed, and the servers that they were forked from. Raises `OSError`."""
     logs = scratch / "session_latest" / "logs"
     for source in sorted([*logs.glob("worker-*.err"), *logs.glob("worker-*.out"), *scratch.glob("*.log")]):
         size = source.stat().st_size

@@ -326,7 +326,7 @@ def dry_run(
         prompt_tokens=inputs.prompt_tokens,
         response_tokens=response_tokens,
         num_evaluated=inputs.num_evaluated(cfg),
-        critic=_shape(cfg.model, models.get("critic.path", policy)) if has_critic else None,
+        critic=_shape(whole, models.get("critic.path", policy)) if has_critic else None,
         teacher=None if teacher is None else _shape(whole, teacher),
         host_bytes=host_bytes,
         node_of=placement.node_of,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def report(path):
 was_there = set(sys.modules)  # in the new process this line runs before anything else of this file is needed
 
 if __name__ == "__main__":
-    fork_server.PRELOAD = ("wave", "torch")
+    fork_server.OF_ENGINES = ("wave", "torch")
     fork_server.begin_imports()
     fork_server.begin_imports()
     os.environ["CHANGED"], os.environ["OMP_NUM_THREADS"] = "after the start", "3"
@@ -98,14 +99,22 @@ if __name__ == "__main__":
         process.start()
     else:
         environ = {**os.environ, "TMPDIR": sys.argv[2], "VALUE": "of the server"}
-        fork_server.PRELOAD = ("wave",)
+        fork_server.OF_ENGINES = ("wave",)
         variables = {"VALUE": "of engines"}
-        server = fork_server.RunServer(Path(sys.argv[2]), environ, preload=("preloaded",), variables=variables)
+        server = fork_server.RunServers(Path(sys.argv[2]), environ, preload=("preloaded", "numpy.random"), variables=variables)
         print(json.dumps(server.addresses), flush=True)
         sys.stdin.readline()
         server.close()
         print("closed", flush=True)
     time.sleep(60)
+"""
+
+
+SLOWLY = """
+import os, pathlib, time
+if os.environ.get("SLOW"):
+    pathlib.Path(os.environ["TMPDIR"], "imports").touch()
+    time.sleep(600)
 """
 
 
@@ -115,7 +124,8 @@ def run(tmp_path: Path) -> Iterator[Any]:
     program, started = tmp_path / "run.py", list[subprocess.Popen[str]]()
     program.write_text(RUN)
     (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "preloaded.py").write_text("import tempfile\nprint('noise', tempfile.gettempdir())\n")
+    noise = "import tempfile\nprint('noise', tempfile.gettempdir())\n"
+    (tmp_path / "modules" / "preloaded.py").write_text(noise + SLOWLY)
 
     def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -141,7 +151,7 @@ def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_e
 
     def engine_of_new_actor(name: str, **environment: str) -> tuple[Any, dict[str, Any]]:
         report = tmp_path / name
-        actor = run("actor", str(report), VALUE=name, TANDEM_ENGINE_SERVER=address, **environment)
+        actor = run("actor", str(report), VALUE=name, TMPDIR=str(scratch), _TANDEM_ENGINE_SERVER=address, **environment)
         wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
         found = json.loads(report.read_text())
         assert (found["was_there"], found["value"], found["temporary"]) == (True, name, str(scratch))
@@ -173,20 +183,25 @@ def test_a_killed_driver_takes_the_server_along_and_an_actor_without_one_has_its
     driver.kill()
     wait_until(lambda: not is_running(server), within_s=60.0, what="the server outlived its driver")
     report = tmp_path / "report"
-    actor = run("actor", str(report), VALUE="mine", TANDEM_ENGINE_SERVER=address)
+    actor = run("actor", str(report), VALUE="mine", _TANDEM_ENGINE_SERVER=address)
     wait_until(report.exists, within_s=60.0, what="the forked process reported nothing")
     own = psutil.Process(json.loads(report.read_text())["server"])
     assert own.ppid() == actor.pid
 
 
 SCRIPT = """
-import json, os, pathlib, sys, time
+import json, multiprocessing, numpy, os, pathlib, resource, sys, tempfile, time
 pathlib.Path(sys.argv[1]).write_text(json.dumps({
+    "method": multiprocessing.get_start_method(), "temporary": tempfile.gettempdir(), "draw": numpy.random.rand(),
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "oom": int(open("/proc/self/oom_score_adj").read()),
     "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "arguments": sys.argv, "name": __name__,
     "was_there": [name for name in ("preloaded", "wave") if name in sys.modules], "value": os.environ["VALUE"],
     "first": sys.path[0]}))
 time.sleep(600) if sys.argv[2] == "wait" else sys.exit(int(sys.argv[2]))
 """
+
+
+LIMITS = "ulimit -Sn 500; echo 700 > /proc/self/oom_score_adj"
 
 
 @pytest.fixture
@@ -198,8 +213,9 @@ def script(tmp_path: Path) -> Iterator[Any]:
 
     def begin(report: Path, end: str, variable: str = ENGINE_SERVER, **environment: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            ["bash", "-c", f"exec {python(variable)} {path} {report} {end}"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            ["bash", "-c", f"{LIMITS}; exec {python(variable)} {path} {report} {end}"],
+            env={name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | environment,
+            cwd=folder,
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -222,29 +238,44 @@ def test_a_script_runs_in_a_fork_of_its_server_and_both_end_alike(
     addresses = json.loads(run("driver", str(scratch)).stdout.readline())
     server = int(addresses[ENGINE_SERVER].partition(":")[0])
     report = tmp_path / "report"
-    assert script(report, "7", variable, VALUE="mine", **addresses).wait(60) == 7
+    (temporary := tmp_path / "temporary").mkdir()
+    assert script(report, "7", variable, VALUE="mine", TMPDIR=str(temporary), **addresses).wait(60) == 7
     found = json.loads(report.read_text())
     assert (found["was_there"], found["value"], found["name"]) == (imported, "mine", "__main__")
-    assert (found["parent"] == server) == (variable == ENGINE_SERVER), "others are forked before vLLM is imported"
+    assert (found["parent"] == server) == (variable == ENGINE_SERVER), "learners are forked before vLLM is imported"
+    method = multiprocessing.get_context().get_start_method()
+    assert (found["files"], found["oom"], found["method"], found["temporary"]) == (500, 700, method, str(temporary))
     assert found["group"] == found["pid"], "Ray kills the group of an actor that ends"
     path = tmp_path / "scripts" / "worker.py"
     assert (found["arguments"], found["first"]) == ([str(path), str(report), "7"], str(path.parent))
 
+    draws = {found["draw"]}
     for name in ("waits", "is_killed"):
         one = script(tmp_path / name, "wait", variable, VALUE="", **addresses)
         wait_until(
             lambda at=tmp_path / name: at.exists() and at.stat().st_size > 0, within_s=60.0, what="no script ran"
         )
-        forked = psutil.Process(json.loads((tmp_path / name).read_text())["pid"])
+        found = json.loads((tmp_path / name).read_text())
+        draws.add(found["draw"])
+        forked = psutil.Process(found["pid"])
         if name == "waits":
             one.kill()
             wait_until(lambda at=forked: not is_running(at), within_s=60.0, what="a fork outlived who waits for it")
         else:
             forked.kill()
             assert one.wait(60) == 128 + 9
+    assert len(draws) == 3, "forks must not draw the same numbers"
 
 
-@pytest.mark.parametrize("why", ["there is none", "it was killed", "it was for another job"])
+def test_a_server_ends_with_a_driver_that_is_killed_while_it_imports(tmp_path: Path, run: Any) -> None:
+    driver = run("driver", str(tmp_path), SLOW="1")
+    server = psutil.Process(int(json.loads(driver.stdout.readline())[ENGINE_SERVER].partition(":")[0]))
+    wait_until((tmp_path / "imports").exists, within_s=60.0, what="the server does not import")
+    driver.kill()
+    wait_until(lambda: not is_running(server), within_s=60.0, what="the server imports for nobody")
+
+
+@pytest.mark.parametrize("why", ["there is none", "it was killed", "it alone was killed", "it was for another job"])
 def test_without_a_server_a_script_has_an_interpreter_of_its_own(
     why: str, tmp_path: Path, run: Any, script: Any
 ) -> None:
@@ -253,13 +284,20 @@ def test_without_a_server_a_script_has_an_interpreter_of_its_own(
     if why != "there is none":
         driver = run("driver", str(scratch))
         environment |= json.loads(driver.stdout.readline())
-        if why == "it was killed":
-            server = psutil.Process(int(environment["TANDEM_ENGINE_SERVER"].partition(":")[0]))
+        if why == "it alone was killed":
+            parent = psutil.Process(int(environment["_TANDEM_ENGINE_SERVER"].partition(":")[0]))
+            wait_until(parent.children, within_s=60.0, what="there is no second server")
+            (second,) = parent.children()
+            second.kill()
+            wait_until(lambda: not is_running(second), within_s=60.0, what="the server is still there")
+        elif why == "it was killed":
+            server = psutil.Process(int(environment["_TANDEM_ENGINE_SERVER"].partition(":")[0]))
             server.kill()
             wait_until(lambda: not is_running(server), within_s=60.0, what="the server is still there")
         else:
             environment["RAY_JOB_ID"] = "02000000"
-    one = script(tmp_path / "report", "7", **environment)
+    variable = LEARNER_SERVER if why == "it alone was killed" else ENGINE_SERVER
+    one = script(tmp_path / "report", "7", variable, **environment)
     assert one.wait(60) == 7
     found = json.loads((tmp_path / "report").read_text())
     assert (found["pid"], found["was_there"], found["value"]) == (one.pid, [], "mine")
@@ -269,10 +307,10 @@ ACTORS = """
 import json, os, sys, time
 from pathlib import Path
 import psutil, ray
-from rollout.fork_server import LEARNER_SERVER, RunServer, python
+from rollout.fork_server import LEARNER_SERVER, RunServers, python
 
 if __name__ == "__main__":
-    server = RunServer(Path(sys.argv[1]), os.environ, preload=("ray", "wave"), variables={})
+    server = RunServers(Path(sys.argv[1]), os.environ, preload=("ray", "wave"), variables={})
     os.environ.update(server.addresses)
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8,
              runtime_env={"py_executable": python(LEARNER_SERVER)}, _temp_dir=sys.argv[1],

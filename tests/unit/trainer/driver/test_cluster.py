@@ -67,13 +67,13 @@ def test_scratch_of_a_killed_driver_is_swept_and_that_of_a_live_one_stays(scratc
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         theirs = Path(other.stdout.readline().strip())
-        scratch._sweep()
+        scratch.sweep()
         assert {mine, theirs} <= set(scratch_root.iterdir())
         other.kill()
-    scratch._sweep()
+    scratch.sweep()
     assert sorted(path.name for path in scratch_root.iterdir()) == sorted([mine.name, "tandem-ray-notes"])
     os.close(lock)
-    scratch._sweep()
+    scratch.sweep()
     assert [path.name for path in scratch_root.iterdir()] == ["tandem-ray-notes"]
 
 
@@ -157,7 +157,7 @@ def test_actors_and_engines_of_a_cluster_are_forked_from_servers_that_live_as_lo
         scratch.LEARNER_SERVER,
     ):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(scratch, "RunServer", Server)
+    monkeypatch.setattr(scratch, "RunServers", Server)
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: seen.append("end of Ray"))
     backend = SimpleNamespace(

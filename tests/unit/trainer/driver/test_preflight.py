@@ -57,6 +57,26 @@ def test_the_default_run_is_ready_without_making_the_model(here: Path) -> None:
     assert list(here.iterdir()) == []
 
 
+def test_what_takes_long_begins_once_the_devices_are_known_and_before_the_data_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[str] = []
+    read = preflight._check_inputs
+
+    def check_inputs(*args: Any) -> Any:
+        begun.append("data")
+        return read(*args)
+
+    monkeypatch.setattr(preflight, "_check_inputs", check_inputs)
+    preflight.preflight(tiny(), begin=lambda backend: begun.append(backend.name))
+    assert begun == ["cpu", "data"]
+    begun.clear()
+    too_many = ("learner.num_ranks=1", "rollout.num_workers=3", "ray.num_cpus=2")
+    with pytest.raises(ConfigurationError):
+        preflight.preflight(tiny(*too_many), begin=lambda backend: begun.append(backend.name))
+    assert begun == ["data"], "it would be in vain"
+
+
 @pytest.mark.parametrize("model", ["nowhere", "empty"])
 def test_a_missing_model_a_bad_column_and_a_broken_reward_are_reported_together(
     model: str, here: Path, capsys: pytest.CaptureFixture[str]

@@ -750,3 +750,23 @@ def test_what_is_lost_before_the_last_version_is_live_or_a_learner_at_any_time_e
         driver.during("sync", driver.lose_engine if what == "engine" else driver.lose_worker, version=version)
     assert isinstance(drive(driver), error)
     assert (run.state.stop_reason, driver.restarts) == ("failed", [])
+
+
+def test_what_began_during_the_checks_ends_with_a_run_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    class Begun(run_module.Scratch):
+        def begin(self, cfg: Any, backend: Any) -> None:
+            self._end.callback(ended.append, backend)
+
+    def preflight(cfg: Any, *, begin: Any) -> Any:
+        begin("cpu")
+        raise DataError("no prompts")
+
+    monkeypatch.setattr(run_module, "Scratch", Begun)
+    monkeypatch.setattr(run_module, "preflight", preflight)
+    with pytest.raises(DataError):
+        run_module.run(replace(config(), run_dir=str(tmp_path / "run")), started_at=0.0)
+    assert ended == ["cpu"]

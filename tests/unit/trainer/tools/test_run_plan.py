@@ -306,16 +306,19 @@ def test_a_learner_surely_stays_only_with_room_to_spare(
     assert stays_for_sure(cfg, SMALL, BIG, earlier_tokens=earlier_tokens) == expected
 
 
-@pytest.mark.parametrize(("beside", "largest"), [("nothing", 0.55), ("teacher", 0.5), ("critic", 0.45)])
+@pytest.mark.parametrize(
+    ("beside", "largest"), [("nothing", 0.55), ("reference", 0.5), ("teacher", 0.35), ("critic", 0.45)]
+)
 def test_what_the_learner_holds_beside_the_policy_leaves_less_to_engines(beside: str, largest: float) -> None:
     def stays(utilization: float) -> bool:
         cfg = config(
             learner={"num_ranks": 1, "max_tokens_per_micro_batch": 8192},
             rollout={"num_replicas": 1, "gpu_memory_utilization": utilization},
-            algorithm={"kl": KlConfig(coef=0.1 if beside == "teacher" else 0.0)},
+            algorithm={"kl": KlConfig(coef=0.1 if beside in ("reference", "teacher") else 0.0)},
             mode=COLOCATED["mode"],
         )
-        return stays_for_sure(cfg, SMALL, BIG, **({} if beside == "nothing" else {beside: SMALL}), earlier_tokens=None)
+        others = {"teacher": {"teacher": P}, "critic": {"critic": SMALL}}.get(beside, {})
+        return stays_for_sure(cfg, SMALL, BIG, **others, earlier_tokens=None)
 
     assert stays(largest) and not stays(largest + 0.05)
 
