@@ -190,6 +190,9 @@ class Driver:
         placement = replace(placement, cache_bytes=plan.cache_bytes)
         self._checked = checked = replace(self._checked, placement=placement)
         self._cfg = cfg = replace(self._cfg, rollout=replace(self._cfg.rollout, max_num_seqs=plan.seats.number))
+        if backend.ray_resource is None and cfg.rollout.engines_per_device > 1:
+            many = f"rollout.engines_per_device={cfg.rollout.engines_per_device}"
+            progress.note(f"{many} has no effect on {backend.name}, whose cores all engines share")
         if plan.seats.why:
             progress.note(f"engines: {plan.seats}")
         actors = compose.Actors(learner=learner, engines=engines, workers=[])

@@ -100,8 +100,8 @@ if __name__ == "__main__":
     else:
         environ = {**os.environ, "TMPDIR": sys.argv[2], "VALUE": "of the server"}
         fork_server.OF_ENGINES = ("wave",)
-        variables = {"VALUE": "of engines"}
-        server = fork_server.RunServers(Path(sys.argv[2]), environ, preload=("preloaded", "numpy.random"), variables=variables)
+        preload, variables = ("preloaded", "numpy.random"), {"VALUE": "of engines"}
+        server = fork_server.RunServers(Path(sys.argv[2]), environ, preload=preload, variables=variables)
         print(json.dumps(server.addresses), flush=True)
         sys.stdin.readline()
         server.close()

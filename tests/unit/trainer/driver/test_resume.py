@@ -271,12 +271,12 @@ class Start:
         ):
             monkeypatch.setattr(module, name, fake)
 
-    def __call__(self, resume: str | Path = "auto") -> int:
-        cfg = config(weight_sync={"self_test": True}, checkpoint={"resume": str(resume)})
+    def __call__(self, resume: str | Path = "auto", **sections: Any) -> int:
+        cfg = config(weight_sync={"self_test": True}, checkpoint={"resume": str(resume)}, **sections)
         return run_module.run(replace(cfg, run_dir=str(self.path)), started_at=0.0)
 
     def _preflight(self, cfg: Any, *, begin: Any) -> PreflightResult:
-        unused: Any = SimpleNamespace(name="cpu")
+        unused: Any = SimpleNamespace(name="cpu", ray_resource=None)
         inputs = DataSets(train=prompt_set(), evaluation=())
         resumed = find_resume_point(cfg, self.checkpoints)
         self.after_preflight()
@@ -427,3 +427,10 @@ def test_what_a_checkpoint_must_be_is_asked_of_one_that_came_late_too(start: Sta
     assert start.trained_from == [None]
     assert (start.path / "config.yaml").read_text() == written
     assert not (start.path / "config.1.yaml").exists()
+
+
+def test_a_division_of_devices_where_there_are_none_is_reported(start: Start) -> None:
+    for number in (2, 1):
+        assert start(rollout={"num_replicas": 2, "engines_per_device": number}) == 0
+        assert ("rollout.engines_per_device=2 has no effect on cpu" in start.log) == (number == 2)
+        shutil.rmtree(start.path)
