@@ -6,7 +6,7 @@
 Imports take longer than all else in a start with warm caches. The second server is forked before vLLM is imported,
 which changes torch's compiler. Ray starts `main` for each actor, which asks a server for a fork. Where there is none
 (another host of a joined cluster, devices that may not be forked), actors are interpreters of their own, and an engine
-has its own server. A server that ends, as when the system has no process left for a fork, takes along what it forked.
+has its own server. A server that ends, for example because the system refuses a fork, takes along what it forked.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import resource
 import runpy
+import select
 import shlex
 import signal
 import socket
@@ -69,10 +70,11 @@ class ForkedProcess(ForkServerProcess):
             given = sent.detach()
             os.dup2(given, stream)
             os.close(given)
-        with contextlib.suppress(OSError):  # the server may have a lower priority, or a lower hard limit
+        with contextlib.suppress(PermissionError):  # the server may have a lower priority
             os.setpriority(os.PRIO_PROCESS, 0, self._niceness)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (self._max_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        most = hard if hard != resource.RLIM_INFINITY and not 0 <= self._max_files <= hard else self._max_files
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         with contextlib.suppress(OSError):
             _OOM_SCORE.write_text(self._oom_score)
         _die_with_the_server()
@@ -89,10 +91,10 @@ class ForkedProcess(ForkServerProcess):
 
 def _reseed() -> None:
     """What is drawn without a seed differs between forks. Python does this itself."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy_random: Any = sys.modules.get("numpy.random")
     torch: Any = sys.modules.get("torch")
-    if numpy is not None:
-        numpy.random.seed()
+    if numpy_random is not None:
+        numpy_random.seed()
     if torch is not None:
         torch.default_generator.seed()
 
@@ -102,7 +104,7 @@ def take_num_threads() -> None:
     the server did; Ray sets it with the first call of an actor."""
     torch: Any = sys.modules.get("torch")
     if torch is not None:
-        with contextlib.suppress(KeyError, ValueError):
+        with contextlib.suppress(KeyError, ValueError, RuntimeError):  # RuntimeError: not positive
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
@@ -113,7 +115,8 @@ class ForkContext(ForkServerContext):
 
 
 class RunServers:
-    """Both servers of a run on this host, from one process that begins to import at once.
+    """Both servers of a run on this host, from one process that begins to import at once. The thread that makes it must
+    live as long as the run.
 
     Args:
         folder: of their sockets and their log, which is deleted with the run. It has a short path, since that of a
@@ -169,8 +172,10 @@ def serve(
     fds: tuple[int, int, int], preload: Sequence[str], variables: Mapping[str, str], of_engines: Sequence[str]
 ) -> None:
     """The process of `RunServers`. Returns when the owner of the run has ended."""
-    kill_with_parent()  # while it imports, it does not look at `alive`
     engines, learners, alive = fds
+    kill_with_parent()  # while it imports, it does not look at `alive`
+    if select.select([alive], [], [], 0)[0]:  # the owner ended before that
+        return
     for name in preload:
         with contextlib.suppress(Exception):
             import_module(name)
@@ -196,7 +201,7 @@ def use_server(variable: str) -> bool:
 
 
 def begin_imports() -> None:
-    """Use the run's server of vLLM, or start one, if there is none yet; does not wait for its imports. The socket of
+    """Use the run's server of engines, or start one, if there is none yet; does not wait for its imports. The socket of
     one's own is next to those of vLLM if the run places them: this process ends by a kill, and would leave one in the
     temporary directory."""
     if folder := os.environ.get("VLLM_RPC_BASE_PATH"):

@@ -81,7 +81,7 @@ def preflight(cfg: RunConfig, *, begin: Callable[[Backend], object] = lambda _: 
     that is wrong.
 
     Args:
-        begin: called once packages and devices are found right, before models and data are read.
+        begin: called once nothing is wrong with packages and devices, before models and data are read.
     """
     found = Findings()
     found.add(engine_package_problems())

@@ -192,7 +192,8 @@ def test_a_killed_driver_takes_the_server_along_and_an_actor_without_one_has_its
 SCRIPT = """
 import json, multiprocessing, numpy, os, pathlib, resource, sys, tempfile, time
 pathlib.Path(sys.argv[1]).write_text(json.dumps({
-    "method": multiprocessing.get_start_method(), "temporary": tempfile.gettempdir(), "draw": numpy.random.rand(),
+    "method": multiprocessing.get_start_method(), "process": multiprocessing.current_process().name,
+    "temporary": tempfile.gettempdir(), "draw": numpy.random.rand(),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "oom": int(open("/proc/self/oom_score_adj").read()),
     "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "arguments": sys.argv, "name": __name__,
     "was_there": [name for name in ("preloaded", "wave") if name in sys.modules], "value": os.environ["VALUE"],
@@ -201,7 +202,9 @@ time.sleep(600) if sys.argv[2] == "wait" else sys.exit(int(sys.argv[2]))
 """
 
 
-LIMITS = "ulimit -Sn 500; echo 700 > /proc/self/oom_score_adj"
+OOM_SCORE = Path("/proc/self/oom_score_adj")
+OOM = max(700, int(OOM_SCORE.read_text()))
+LIMITS = f"ulimit -Sn 500 && echo {OOM} > {OOM_SCORE}"
 
 
 @pytest.fixture
@@ -213,7 +216,7 @@ def script(tmp_path: Path) -> Iterator[Any]:
 
     def begin(report: Path, end: str, variable: str = ENGINE_SERVER, **environment: str) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            ["bash", "-c", f"{LIMITS}; exec {python(variable)} {path} {report} {end}"],
+            ["bash", "-c", f"{LIMITS} && exec {python(variable)} {path} {report} {end}"],
             env={name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | environment,
             cwd=folder,
             stdin=subprocess.PIPE,
@@ -244,7 +247,8 @@ def test_a_script_runs_in_a_fork_of_its_server_and_both_end_alike(
     assert (found["was_there"], found["value"], found["name"]) == (imported, "mine", "__main__")
     assert (found["parent"] == server) == (variable == ENGINE_SERVER), "learners are forked before vLLM is imported"
     method = multiprocessing.get_context().get_start_method()
-    assert (found["files"], found["oom"], found["method"], found["temporary"]) == (500, 700, method, str(temporary))
+    assert (found["files"], found["oom"], found["method"], found["temporary"]) == (500, OOM, method, str(temporary))
+    assert found["process"] == "MainProcess"
     assert found["group"] == found["pid"], "Ray kills the group of an actor that ends"
     path = tmp_path / "scripts" / "worker.py"
     assert (found["arguments"], found["first"]) == ([str(path), str(report), "7"], str(path.parent))

@@ -135,7 +135,7 @@ def test_actors_and_engines_of_a_cluster_are_forked_from_servers_that_live_as_lo
         def __init__(
             self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str], variables: Mapping[str, str]
         ) -> None:
-            self.addresses = {scratch.ENGINE_SERVER: "7:/engines", scratch.LEARNER_SERVER: "7:/others"}
+            self.addresses = {scratch.ENGINE_SERVER: "7:/engines", scratch.LEARNER_SERVER: "7:/learners"}
             own = environ["TMPDIR"] == str(folder), "TORCHINDUCTOR_CACHE_DIR" in environ, environ.get("ROLE")
             of_engines = {name: variables.get(name) for name in ("VLLM_LOGGING_LEVEL", "ROLE", "TMPDIR")}
             seen.append((folder.parent == scratch_root, preload[0], own, of_engines))
@@ -170,7 +170,7 @@ def test_actors_and_engines_of_a_cluster_are_forked_from_servers_that_live_as_lo
     start(backend, resource="GPU", learner={"num_ranks": 1}).stop(keep_logs_in=None)
     of_engines = {"VLLM_LOGGING_LEVEL": "WARNING", "ROLE": "engine", "TMPDIR": None}
     begun = (True, "ray", (True, False, None), of_engines)
-    in_between = ("7:/engines", "7:/others", True, True, 2)
+    in_between = ("7:/engines", "7:/learners", True, True, 2)
     ends = ["end of the servers", "end of Ray"]
     assert seen == ([begun, in_between, *ends] if forks else [(None, None, False, False, 1), "end of Ray"])
     assert not {scratch.ENGINE_SERVER, scratch.LEARNER_SERVER} & os.environ.keys()
