@@ -251,11 +251,15 @@ def main(variable: str) -> None:
     if use_server(variable) and os.environ.get("RAY_JOB_ID", JOB_ID) == JOB_ID:
         kill_with_parent()
         process = ForkedProcess(target=_run, args=(script,))
-        with contextlib.suppress(OSError, EOFError):  # the server has just been killed
+        try:
             process.start()
+        except (OSError, EOFError):  # the server has just been killed
+            pass
+        else:
             process.join()
             code = process.exitcode
-            sys.exit(code if code is None or code >= 0 else 128 - code)
+            assert code is not None  # it has ended
+            sys.exit(code if code >= 0 else 128 - code)
     os.execv(sys.executable, [sys.executable, *script])
 
 

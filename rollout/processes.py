@@ -37,11 +37,10 @@ def kill_with_parent() -> None:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """False for a zombie: it holds nothing, and its new parent may never reap it."""
-    try:
+    """False for a zombie: it holds nothing, and its parent may never ask how it ended."""
+    with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def exit_with_parent(parent_pid: int | None = None, *, grace_s: float = 0.0) -> None:

@@ -125,6 +125,14 @@ class ModelInfo:
         return None if self.config is None else int(self.config.get_text_config().vocab_size)
 
 
+def beside_policy(cfg: RunConfig, models: Mapping[str, ModelInfo]) -> tuple[ModelInfo | None, ModelInfo | None]:
+    """Whose weights the learner holds as well: a critic with a backbone of its own, and `algorithm.kl.reference_model`.
+    `models` as of `read_models`."""
+    has_critic = cfg.algorithm.uses_critic and not cfg.critic.shared_backbone
+    critic = models.get("critic.path", models["model.path"]) if has_critic else None
+    return critic, models.get(TEACHER)
+
+
 def read_models(cfg: RunConfig) -> dict[str, ModelInfo]:
     """By key, the policy first."""
     return {key: _read_model(cfg, key, path) for key, path in model_paths(cfg).items()}

@@ -26,8 +26,8 @@ from trainer.driver.actors import why_engines_read_weights
 from trainer.driver.checkpointing import ResumePoint, find_resume_point
 from trainer.driver.datasets import DataSets, Findings, check_data, data_warnings, make_source
 from trainer.driver.models import (
-    TEACHER,
     ModelInfo,
+    beside_policy,
     hub_problems,
     lost_characters,
     model_problems,
@@ -171,29 +171,23 @@ def _planned(cfg: RunConfig, checked: PreflightResult) -> tuple[EngineMemory | N
     from trainer.driver.memory_plan import Device, engine_memory, model_shape, stays_for_sure
 
     device = Device(backend.name, backend.device_bytes(), is_shared=backend.ray_resource is None)
+    others = beside_policy(cfg, checked.models)
     whole = replace(cfg.model, lora=LoraConfig())  # adapters are the policy's
-    has_critic = cfg.algorithm.uses_critic and not cfg.critic.shared_backbone
-    critic, teacher = checked.models.get("critic.path", checked.models["model.path"]), checked.models.get(TEACHER)
     try:
         shape = model_shape(cfg.model, model)
     except ModelError:  # the learner reports it, as below
         return None, False
     memory = engine_memory(cfg, shape, device)
+    configs = [None if one is None else one.config for one in others]
+    if any(one is not None and config is None for one, config in zip(others, configs, strict=True)):
+        return memory, False  # elsewhere
     try:
-        if (has_critic and critic.config is None) or (teacher is not None and teacher.config is None):
-            return memory, False  # elsewhere
-        earlier = {} if checked.resumed is None else checked.resumed.state.get("learner", {})
-        stays = stays_for_sure(
-            cfg,
-            shape,
-            device,
-            critic=model_shape(whole, critic.config) if has_critic and critic.config is not None else None,
-            teacher=None if teacher is None or teacher.config is None else model_shape(whole, teacher.config),
-            earlier_tokens=earlier.get("max_tokens_per_micro_batch"),
-        )
+        critic, teacher = [None if config is None else model_shape(whole, config) for config in configs]
     except ModelError:
         return memory, False
-    return memory, stays
+    earlier = {} if checked.resumed is None else checked.resumed.state.get("learner", {})
+    tokens = earlier.get("max_tokens_per_micro_batch")
+    return memory, stays_for_sure(cfg, shape, device, critic=critic, teacher=teacher, earlier_tokens=tokens)
 
 
 def log_inputs(cfg: RunConfig, inputs: DataSets) -> None:

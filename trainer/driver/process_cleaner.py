@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from rollout.processes import is_running
 from trainer import subprograms
 
 if TYPE_CHECKING:
@@ -83,13 +84,6 @@ def _belongs(process: psutil.Process, run_id: str, inside: str) -> bool:
     return False
 
 
-def _is_alive(process: psutil.Process) -> bool:
-    """A zombie is not: its parent has yet to ask how it ended."""
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 def main(run_id: str, scratch: Path, last_words: dict[str, Any] | None) -> None:
     spare = (os.getpid(), os.getppid())  # the driver may be alive and wait for us
     end = sys.stdin.buffer.read()
@@ -105,7 +99,7 @@ def main(run_id: str, scratch: Path, last_words: dict[str, Any] | None) -> None:
     began = time.monotonic()
     while (age_s := time.monotonic() - began) < DEADLINE_S:
         known |= processes_of(run_id, scratch, spare=spare)
-        known = {process for process in known if _is_alive(process)}
+        known = {process for process in known if is_running(process)}
         if not known:
             break
         for process in known if age_s > GRACE_S else ():

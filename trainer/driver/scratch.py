@@ -38,7 +38,8 @@ PRELOAD = ("ray", "trainer.learner.fit", "trainer.learner.lora", "trainer.learne
 
 
 class Scratch:
-    """Made by `begin`, early, since its servers then import for seconds; removed by `close`."""
+    """The temporary directory of a run, with the sockets of its fork servers. `begin` makes it and starts them, early,
+    since they then import for seconds; `close` removes it and ends them."""
 
     def __init__(self) -> None:
         self._end, self._servers = contextlib.ExitStack(), contextlib.ExitStack()

@@ -12,7 +12,7 @@ from rollout.worker.group_server import MAX_BYTES
 from trainer.config.describe import describe_run
 from trainer.config.schema import LoraConfig
 from trainer.driver.memory_plan import GIB, Device, MemoryItem, gib, min_bytes, model_shape, total, workspace_bytes
-from trainer.driver.models import TEACHER
+from trainer.driver.models import beside_policy
 from trainer.driver.placement import ROUNDING, Node, assign_nodes, check_fits, kind_of, plan_placement, ranks_of
 from trainer.driver.preflight import check_inputs, preflight
 from trainer.errors import ConfigurationError, ModelError, Problem
@@ -316,17 +316,16 @@ def dry_run(
     placement = (
         PlacementPlan() if nodes is None else _placement_on(cfg, nodes, is_elsewhere=device_memory_gib is not None)
     )
-    policy, teacher = models["model.path"], models.get(TEACHER)
+    critic, teacher = beside_policy(cfg, models)
     whole = replace(cfg.model, lora=LoraConfig())  # adapters are the policy's
-    has_critic = cfg.algorithm.uses_critic and not cfg.critic.shared_backbone
     plan = plan_run(
         cfg,
-        _shape(cfg.model, policy),
+        _shape(cfg.model, models["model.path"]),
         device,
         prompt_tokens=inputs.prompt_tokens,
         response_tokens=response_tokens,
         num_evaluated=inputs.num_evaluated(cfg),
-        critic=_shape(whole, models.get("critic.path", policy)) if has_critic else None,
+        critic=None if critic is None else _shape(whole, critic),
         teacher=None if teacher is None else _shape(whole, teacher),
         host_bytes=host_bytes,
         node_of=placement.node_of,

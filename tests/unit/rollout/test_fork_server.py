@@ -119,22 +119,12 @@ if os.environ.get("SLOW"):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Any]:
-    """`run(*arguments, **environment)` -> a process of RUN with a file for what it prints."""
-    program, started = tmp_path / "run.py", list[subprocess.Popen[str]]()
-    program.write_text(RUN)
-    (tmp_path / "modules").mkdir()
-    noise = "import tempfile\nprint('noise', tempfile.gettempdir())\n"
-    (tmp_path / "modules" / "preloaded.py").write_text(noise + SLOWLY)
+def launch() -> Iterator[Any]:
+    """`launch(command, **how)` -> a process that is killed at the end of the test."""
+    started: list[subprocess.Popen[str]] = []
 
-    def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, str(program), *arguments],
-            env={**os.environ, "PYTHONPATH": f"{tmp_path / 'modules'}:{ROOT}", **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def begin(command: list[str], **how: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, **how)
         started.append(process)
         return process
 
@@ -142,6 +132,21 @@ def run(tmp_path: Path) -> Iterator[Any]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def run(tmp_path: Path, launch: Any) -> Any:
+    """`run(*arguments, **environment)` -> a process of RUN with a file for what it prints."""
+    (program := tmp_path / "run.py").write_text(RUN)
+    (modules := tmp_path / "modules").mkdir()
+    noise = "import tempfile\nprint('noise', tempfile.gettempdir())\n"
+    (modules / "preloaded.py").write_text(noise + SLOWLY)
+
+    def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        environ = {**os.environ, "PYTHONPATH": f"{modules}:{ROOT}", **environment}
+        return launch([sys.executable, str(program), *arguments], env=environ, stdout=subprocess.PIPE)
+
+    return begin
 
 
 def test_the_server_of_a_run_forks_the_engines_of_all_its_actors_until_the_run_ends(tmp_path: Path, run: Any) -> None:
@@ -208,27 +213,17 @@ LIMITS = f"ulimit -Sn 500 && echo {OOM} > {OOM_SCORE}"
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Iterator[Any]:
+def script(tmp_path: Path, launch: Any) -> Any:
     """`script(report, how it ends, **environment)` -> a process that runs SCRIPT as Ray runs that of an actor."""
     (folder := tmp_path / "scripts").mkdir()
     (path := folder / "worker.py").write_text(SCRIPT)
-    started = list[subprocess.Popen[bytes]]()
 
-    def begin(report: Path, end: str, variable: str = ENGINE_SERVER, **environment: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            ["bash", "-c", f"{LIMITS} && exec {python(variable)} {path} {report} {end}"],
-            env={name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | environment,
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
+    def begin(report: Path, end: str, variable: str = ENGINE_SERVER, **environment: str) -> subprocess.Popen[str]:
+        command = ["bash", "-c", f"{LIMITS} && exec {python(variable)} {path} {report} {end}"]
+        environ = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"} | environment
+        return launch(command, env=environ, cwd=folder, start_new_session=True)
 
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+    return begin
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import pickle
 import weakref
@@ -13,6 +14,7 @@ from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
+import torch
 
 from rollout.errors import DataError
 from rollout.types import Group, SamplingParams, Trajectory
@@ -117,3 +119,16 @@ def test_a_young_cycle_is_still_found_in_the_block_and_what_existed_before_is_le
         assert seen() is not None
     gc.collect()
     assert seen() is None
+
+
+async def test_a_worker_takes_the_threads_that_its_environment_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray sets the variable after a forked worker has torch."""
+    before, worker = torch.get_num_threads(), RolloutWorkerActor(SPEC, {})
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before + 1))
+    try:
+        with contextlib.suppress(OSError):  # there is no tokenizer
+            await worker.start()
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+        await worker.close()
