@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GUARD_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
@@ -29,6 +30,28 @@ _KILL_TREE_S = 5.0
 """To kill a tree; a process that the kernel holds longer stays."""
 _PARENT_POLL_S = 0.5
 _SHARED_MEMORY = tuple(f"/dev/shm/{name}" for name in ("psm_", "vllm_dist_", "sem.mp-"))
+
+
+THRESHOLDS = (50_000, 20, 20)
+"""See `gc.set_threshold`. The default (700, 10, 10) scans everything each time that the objects in flight grow by a
+quarter: in a rollout worker with 10,000 trajectories that was half of all processor time, in pauses of 0.3 s of its
+event loop. Groups form no cycles, so there is little to find: tracebacks and cancelled tasks."""
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """In the block, what exists already is never scanned, and full collections are rare. Objects that were frozen
+    before stay so."""
+    before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def kill_with_parent() -> None:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollout.processes import rare_collections
 from trainer.config.cli import parse
 from trainer.errors import ConfigurationError, first_cause, noted_log, one_line
 
@@ -151,9 +152,10 @@ def _run(line: CommandLine, started_at: float) -> int:
                 nodes=line.nodes,
             )
             return EXIT_DONE
-        from trainer.driver.run import run
+        with rare_collections():
+            from trainer.driver.run import run
 
-        return run(config, started_at=started_at)
+            return run(config, started_at=started_at)
     except DataError as error:
         sys.stderr.write(f"the data cannot be used as configured: {error}\n")
         return EXIT_CONFIGURATION

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollout.engine.vllm_config import engine_environ
 from rollout.engine.vllm_engine import IMPORTS, VllmEngine, import_vllm
+from rollout.processes import rare_collections
 from weight_sync.device.select import build as backend_called
 from weight_sync.device.select import take_devices
 from weight_sync.errors import DeviceError
@@ -45,6 +47,7 @@ class EngineActor:
         self._imports: asyncio.Future[float] | None = None
         self._arguments: Mapping[str, Any] | None = None
         self._started: Engine | None = None
+        self._for_life = ExitStack()
 
     async def begin_imports(self, devices: tuple[str, ...] = ()) -> None:
         """Begin to import vLLM, before `start`, which raises what that raises. `devices` are needed where the import
@@ -74,6 +77,7 @@ class EngineActor:
             raise DeviceError("; ".join(problems))
         self._started = self._build(spec)
         stages = await self._started.start()
+        self._for_life.enter_context(rare_collections())
         return {stage: seconds + waited_s * (stage == IMPORTS) for stage, seconds in stages.items()}
 
     def _take(self, devices: tuple[str, ...]) -> Mapping[str, Any]:
@@ -146,6 +150,7 @@ class EngineActor:
         return self._engine.load()
 
     async def close(self) -> None:
+        self._for_life.close()
         if self._started is not None:
             await self._started.close()
 

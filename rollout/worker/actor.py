@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
 import os
 import uuid
 from contextlib import ExitStack
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.agent.runner import make_loop
 from rollout.fleet.engine_client import RayEngineClient
 from rollout.fork_server import take_num_threads
+from rollout.processes import rare_collections
 from rollout.rendering import load_tokenizer
 from rollout.reward.pool import RewardPool
 from rollout.reward.process import DRIVER_ONLY
@@ -21,33 +20,11 @@ from rollout.worker.group_server import GroupServer
 from rollout.worker.worker import RolloutWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from rollout.fleet.states import FleetView, WorkerReport
     from rollout.types import Group, Prompt, RolloutRequest, SamplingParams, Trajectory
     from rollout.worker.worker import WorkerSpec
-
-
-THRESHOLDS = (50_000, 20, 20)
-"""See `gc.set_threshold`. The default (700, 10, 10) scans everything each time that the objects in flight grow by a
-quarter: with 10,000 trajectories that was half of all processor time, in pauses of 0.3 s of the event loop. Groups form
-no cycles, so there is little to find: tracebacks and cancelled tasks."""
-
-
-@contextlib.contextmanager
-def rare_collections() -> Iterator[None]:
-    """In the block, what exists already is never scanned, and full collections are rare. Objects that were frozen
-    before stay so."""
-    before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*THRESHOLDS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        if not was_frozen:
-            gc.unfreeze()
 
 
 class RolloutWorkerActor:

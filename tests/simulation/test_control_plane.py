@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.worker.actor import rare_collections
+from rollout.processes import rare_collections
 from tests.fakes.scripted_replica import ScriptedReplica, Workload
 from tests.fakes.virtual_time import run_virtual
 from tests.simulation.fleet import Plan

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rollout.errors import DataError
-from rollout.worker.actor import rare_collections
+from rollout.processes import rare_collections
 from trainer.builtin.tiny_model import ensure_model
 from trainer.config.describe import describe_run
 from trainer.driver import actors as compose

@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from logging.handlers import BufferingHandler
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from rollout.fork_server import take_num_threads
+from rollout.processes import rare_collections
 from trainer.errors import CheckpointError, LearnerError
 from trainer.files import appears
 from weight_sync.errors import DeviceError
@@ -129,6 +130,7 @@ class LearnerActor:
         self._backend: Backend = make(name, cpu_threads=cfg.device.cpu_threads)
         self._store: TCPStore | None = None
         self._ready: _LearnerState | None = None
+        self._for_life = ExitStack()
 
     def node_address(self) -> Address:
         """Open the store on this node: an address that other nodes reach, and a port that is bound from now on."""
@@ -204,6 +206,7 @@ class LearnerActor:
         if cfg.mode.shares_devices:
             self._backend.release_cached()  # an engine that starts must find its share free
         self._ready = _LearnerState(fit, learner, publisher, description, published)
+        self._for_life.enter_context(rare_collections())
         end_stage("rehearsal")
         return seconds
 
@@ -296,6 +299,7 @@ class LearnerActor:
             with suppress(CheckpointError):
                 self._ready.learner.wait_saved()  # its thread may be in a collective
         self._ready = None
+        self._for_life.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rollout.worker.actor import rare_collections
+from rollout.processes import rare_collections
 from tests.fakes.scripted_replica import Workload
 from tests.fakes.virtual_time import run_virtual
 from tests.simulation.bench import ray_run

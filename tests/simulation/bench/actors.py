@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from rollout.processes import rare_collections
 from rollout.reward.call import RewardResult
-from rollout.worker.actor import RolloutWorkerActor, rare_collections
+from rollout.worker.actor import RolloutWorkerActor
 from rollout.worker.worker import RolloutWorker, WorkerSpec
 from tests.fakes.scripted_replica import Counting, ScriptedReplica, Workload
 from trainer.learner.step_stats import Metric, StepResult

@@ -25,9 +25,9 @@ import numpy as np
 import ray
 from rich.console import Console
 
+from rollout.processes import rare_collections
 from rollout.prompts.prompt_source import PromptSet, PromptSource, fingerprint
 from rollout.types import Prompt, SamplingParams
-from rollout.worker.actor import rare_collections
 from rollout.worker.worker import WorkerSpec
 from tests.fakes.scripted_replica import Workload
 from tests.fakes.scripted_run import config, sync_report

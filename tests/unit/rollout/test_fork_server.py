@@ -195,14 +195,14 @@ def test_a_killed_driver_takes_the_server_along_and_an_actor_without_one_has_its
 
 
 SCRIPT = """
-import json, multiprocessing, numpy, os, pathlib, resource, sys, tempfile, time
+import gc, json, multiprocessing, numpy, os, pathlib, resource, sys, tempfile, time
 pathlib.Path(sys.argv[1]).write_text(json.dumps({
     "method": multiprocessing.get_start_method(), "process": multiprocessing.current_process().name,
     "temporary": tempfile.gettempdir(), "draw": numpy.random.rand(),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "oom": int(open("/proc/self/oom_score_adj").read()),
     "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "arguments": sys.argv, "name": __name__,
     "was_there": [name for name in ("preloaded", "wave") if name in sys.modules], "value": os.environ["VALUE"],
-    "first": sys.path[0]}))
+    "first": sys.path[0], "collects": gc.isenabled(), "frozen": gc.get_freeze_count()}))
 time.sleep(600) if sys.argv[2] == "wait" else sys.exit(int(sys.argv[2]))
 """
 
@@ -244,6 +244,7 @@ def test_a_script_runs_in_a_fork_of_its_server_and_both_end_alike(
     method = multiprocessing.get_context().get_start_method()
     assert (found["files"], found["oom"], found["method"], found["temporary"]) == (500, OOM, method, str(temporary))
     assert found["process"] == "MainProcess"
+    assert found["collects"] and found["frozen"], "the collector runs, but not over what the server has imported"
     assert found["group"] == found["pid"], "Ray kills the group of an actor that ends"
     path = tmp_path / "scripts" / "worker.py"
     assert (found["arguments"], found["first"]) == ([str(path), str(report), "7"], str(path.parent))

@@ -1,20 +1,26 @@
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
-from rollout.processes import OrphanReaper
+from rollout.processes import THRESHOLDS, OrphanReaper, rare_collections
 from tests.fakes.process_life import is_running, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 OWNER = """
 import subprocess, sys, time
-from rollout.processes import OrphanReaper
+from rollout.processes import THRESHOLDS, OrphanReaper, rare_collections
 gone = subprocess.Popen(["true"])
 gone.wait()
 child = subprocess.Popen(["sleep", "60"])
@@ -79,3 +85,43 @@ def test_the_shared_memory_of_an_engine_goes_with_it_and_no_other(is_gone: bool)
         for process in (engine, other):
             process.kill()
             process.communicate()
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("thawed")
+def test_the_collector_is_as_before_after_the_block_even_if_that_fails() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(ValueError, match="block"), rare_collections():
+        assert gc.get_threshold() == THRESHOLDS != before
+        raise ValueError("the block")
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
+    gc.freeze()
+    with rare_collections():
+        pass
+    assert gc.get_freeze_count() > 0, "it was frozen before"
+
+
+class Node:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.usefixtures("thawed")
+def test_a_young_cycle_is_still_found_in_the_block_and_what_existed_before_is_left_alone() -> None:
+    old = Node()
+    seen = weakref.ref(old)
+    with rare_collections():
+        young = weakref.ref(Node())
+        kept = [[number] for number in range(2 * THRESHOLDS[0])]
+        assert young() is None and len(kept) == 2 * THRESHOLDS[0]
+        del old
+        gc.collect()
+        assert seen() is not None
+    gc.collect()
+    assert seen() is None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import pickle
-import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ import torch
 
 from rollout.errors import DataError
 from rollout.types import Group, SamplingParams, Trajectory
-from rollout.worker.actor import THRESHOLDS, RolloutWorkerActor, rare_collections
+from rollout.worker.actor import RolloutWorkerActor
 from rollout.worker.group_server import GroupServer
 from rollout.worker.worker import WorkerSpec
 from tests.fakes.own_tokenizer import save_own_tokenizer
@@ -26,7 +24,6 @@ from tests.fakes.rollout_worker import item
 from tests.fakes.trajectories import make_turn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 SPEC = WorkerSpec(
@@ -76,49 +73,6 @@ async def test_a_group_is_sized_by_its_arrays_and_not_pickled_for_it(
     server = GroupServer(AsyncMock(return_value=group))
     server.submit({7: item()}, ())
     assert await asyncio.wait_for(server.ended(), 10) == {7: group}
-
-
-# The garbage collector
-
-
-@pytest.fixture
-def thawed() -> Iterator[None]:
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
-@pytest.mark.usefixtures("thawed")
-def test_the_collector_is_as_before_after_the_block_even_if_that_fails() -> None:
-    before = gc.get_threshold()
-    with pytest.raises(ValueError, match="block"), rare_collections():
-        assert gc.get_threshold() == THRESHOLDS != before
-        raise ValueError("the block")
-    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
-    gc.freeze()
-    with rare_collections():
-        pass
-    assert gc.get_freeze_count() > 0, "it was frozen before"
-
-
-class Node:
-    def __init__(self) -> None:
-        self.itself = self
-
-
-@pytest.mark.usefixtures("thawed")
-def test_a_young_cycle_is_still_found_in_the_block_and_what_existed_before_is_left_alone() -> None:
-    old = Node()
-    seen = weakref.ref(old)
-    with rare_collections():
-        young = weakref.ref(Node())
-        kept = [[number] for number in range(2 * THRESHOLDS[0])]
-        assert young() is None and len(kept) == 2 * THRESHOLDS[0]
-        del old
-        gc.collect()
-        assert seen() is not None
-    gc.collect()
-    assert seen() is None
 
 
 async def test_a_worker_takes_the_threads_that_its_environment_has_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
