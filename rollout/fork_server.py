@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
 import resource
@@ -126,12 +127,9 @@ class RunServers:
             socket has at most 107 bytes. What is forked prints where its parent does.
         environ: the whole environment in which they begin to import.
         preload: modules for all; one that cannot be imported is left to those that need it.
-        variables: environment of engines, set before vLLM is imported.
     """
 
-    def __init__(
-        self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str], variables: Mapping[str, str]
-    ) -> None:
+    def __init__(self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str]) -> None:
         paths = [folder / "engines", folder / "learners"]
         # Ray reads these when it is imported, and never again. An actor looks from time to time whether the raylet is
         # there, which starts later; it watches this process instead. With the raylet `main` dies, and the actor.
@@ -147,14 +145,14 @@ class RunServers:
             failed = stack.enter_context(contextlib.ExitStack())
             failed.callback(os.close, self._alive_w)
             fds = *(listener.fileno() for listener in listeners), alive_r
-            program = f"serve({fds}, {[*preload]!r}, {dict(variables)!r}, {[*OF_ENGINES]!r})"
+            program = f"serve({fds}, {[*preload]!r}, {[*OF_ENGINES]!r})"
             # In a session of its own: Ctrl-C in the terminal is for the driver. Unbuffered: what is in a buffer at a
             # fork, the new process would print as well.
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-P", "-c", f"from rollout.fork_server import serve; {program}"],
                 pass_fds=fds,
                 env={**environ, **for_ray},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -164,6 +162,13 @@ class RunServers:
         self.addresses = {ENGINE_SERVER: f"{pid}:{paths[0]}", LEARNER_SERVER: f"{pid}:{paths[1]}"}
         """What their variables in the environment are for the processes of the run."""
 
+    def begin_engines(self, variables: Mapping[str, str]) -> None:
+        """The server of engines imports vLLM with these variables, and forks from then on. Call it once."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it was killed, and what needs it notices
+            self._process.stdin.write(json.dumps(dict(variables)).encode())
+            self._process.stdin.close()
+
     def close(self) -> None:
         """Ends the servers, and what they have forked; that of learners ends a moment later."""
         self._process.kill()
@@ -171,9 +176,7 @@ class RunServers:
         os.close(self._alive_w)
 
 
-def serve(
-    fds: tuple[int, int, int], preload: Sequence[str], variables: Mapping[str, str], of_engines: Sequence[str]
-) -> None:
+def serve(fds: tuple[int, int, int], preload: Sequence[str], of_engines: Sequence[str]) -> None:
     """The process of `RunServers`. Returns when the owner of the run has ended."""
     engines, learners, alive = fds
     kill_with_parent()  # while it imports, it does not look at `alive`
@@ -188,7 +191,7 @@ def serve(
         forkserver.main(learners, alive, [])
     else:
         os.close(learners)
-        os.environ.update(variables)
+        os.environ.update(json.load(sys.stdin))  # waits for `begin_engines`, or the end of the owner
         forkserver.main(engines, alive, of_engines)
 
 

@@ -152,10 +152,13 @@ def _run(line: CommandLine, started_at: float) -> int:
                 nodes=line.nodes,
             )
             return EXIT_DONE
-        with rare_collections():
+        from trainer.driver.scratch import Scratch
+
+        with rare_collections(), contextlib.closing(Scratch()) as scratch:
+            scratch.begin(config)  # before the heavy imports, since its processes have more of them
             from trainer.driver.run import run
 
-            return run(config, started_at=started_at)
+            return run(config, scratch, started_at=started_at)
     except DataError as error:
         sys.stderr.write(f"the data cannot be used as configured: {error}\n")
         return EXIT_CONFIGURATION

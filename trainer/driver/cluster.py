@@ -125,7 +125,8 @@ class Cluster:
         with contextlib.ExitStack() as stack:
             stack.callback(scratch.close)
             if not scratch.is_begun:
-                scratch.begin(cfg, backend)
+                scratch.begin(cfg)
+                scratch.know(cfg, backend)
             stack.callback(ProcessCleaner(scratch.run_id, scratch.path, last_words).close)
             if _keep_token_in(scratch.path):
                 stack.callback(os.environ.pop, TOKEN_PATH, None)

@@ -75,13 +75,13 @@ class PreflightResult:
     resumed: ResumePoint | None
 
 
-def preflight(cfg: RunConfig, *, begin: Callable[[Backend], object] = lambda _: None) -> PreflightResult:
-    """Check packages, devices, models, checkpoint, data and rewards. Leaves nothing behind but what `begin` did.
+def preflight(cfg: RunConfig, *, on_device: Callable[[Backend], object] = lambda _: None) -> PreflightResult:
+    """Check packages, devices, models, checkpoint, data and rewards. Leaves nothing behind but what `on_device` did.
     Blocking: call it in the main thread, outside an event loop. Raises ConfigurationError or DataError with everything
     that is wrong.
 
     Args:
-        begin: called once nothing is wrong with packages and devices, before models and data are read.
+        on_device: called once nothing is wrong with packages and devices, before models and data are read.
     """
     found = Findings()
     found.add(engine_package_problems())
@@ -95,7 +95,7 @@ def preflight(cfg: RunConfig, *, begin: Callable[[Backend], object] = lambda _: 
     found.add(_float32_head_problems(cfg))
     found.add(_ray_address_problems(cfg))
     if backend is not None and not found.problems:
-        begin(backend)
+        on_device(backend)
     inputs, models, resumed = _check_inputs(cfg, found, backend)
     found.raise_if_any()
     assert backend is not None and placement is not None and inputs is not None

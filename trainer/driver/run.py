@@ -30,7 +30,6 @@ from trainer.driver.datasets import make_source
 from trainer.driver.evaluation import pinned_versions
 from trainer.driver.loops import TrainingRun
 from trainer.driver.preflight import EnginePlan, PreflightResult, log_inputs, plan_engines, preflight, recheck_resume
-from trainer.driver.scratch import Scratch
 from trainer.driver.state import RunState
 from trainer.errors import CheckpointError, ConfigurationError, ModelError, first_cause, note_log, one_line
 from trainer.learner import checkpoint
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from trainer.config.schema import RunConfig
+    from trainer.driver.scratch import Scratch
     from trainer.driver.weight_updates import DedicatedDevices
     from trainer.telemetry.run_dir import RunDir
     from trainer.telemetry.session import Telemetry
@@ -63,21 +63,18 @@ _MIN_STEPS = 5
 """`advise` needs this many, and two more for each step of staleness."""
 
 
-def run(cfg: RunConfig, *, started_at: float) -> int:
+def run(cfg: RunConfig, scratch: Scratch, *, started_at: float) -> int:
     """Run to the end. Returns the exit code: 0 done, 130 interrupted after a clean save.
 
-    `started_at` is the Unix time of the process start.
+    Args:
+        scratch: may be begun already; the caller closes it.
+        started_at: Unix time of the process start.
 
     Raises:
         ConfigurationError, DataError: nothing is started or written yet (exit code 2).
         Exception: the first cause of a failure (exit code 1); everything is stopped and written by then.
     """
-    with contextlib.closing(Scratch()) as scratch:
-        checked = preflight(cfg, begin=partial(scratch.begin, cfg))
-        return _run(cfg, checked, scratch, started_at=started_at)
-
-
-def _run(cfg: RunConfig, checked: PreflightResult, scratch: Scratch, *, started_at: float) -> int:
+    checked = preflight(cfg, on_device=partial(scratch.know, cfg))
     console = Console(file=sys.stdout)
     state = RunState(started_at=started_at, wall_clock=time.time)
     with session.claimed_run_dir(cfg, console) as run_dir:

@@ -39,15 +39,17 @@ PRELOAD = ("ray", "trainer.learner.fit", "trainer.learner.lora", "trainer.learne
 
 class Scratch:
     """The temporary directory of a run, with the sockets of its fork servers. `begin` makes it and starts them, early,
-    since they then import for seconds; `close` removes it and ends them."""
+    since they then import for seconds; `know` tells them the device; `close` removes it and ends them."""
 
     def __init__(self) -> None:
-        self._end, self._servers = contextlib.ExitStack(), contextlib.ExitStack()
+        self._end, self._end_servers = contextlib.ExitStack(), contextlib.ExitStack()
+        self._servers: RunServers | None = None
+        self._environ: dict[str, str] = {}
         self.is_begun, self.run_id, self.path = False, "", Path()
         self.runtime_env: dict[str, Any] = {}
         """Ray's, of every actor; an engine starts as `engine_python` says."""
 
-    def begin(self, cfg: RunConfig, backend: Backend) -> None:
+    def begin(self, cfg: RunConfig) -> None:
         """Blocks for milliseconds. Closes what was begun before. A run on a joined cluster needs nothing."""
         self.close()
         if cfg.ray.address != "local":
@@ -61,22 +63,35 @@ class Scratch:
         inside = {"VLLM_RPC_BASE_PATH": str(self.path), "TMPDIR": str(self.path)}  # a killed vLLM leaves its sockets
         compiled = {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor")}  # outlives the run
         self.runtime_env = {"env_vars": {**inside, **compiled}}
+        # Without `compiled`: an import makes that directory, and the run may not begin.
+        self._environ = {**os.environ, **cfg.device.env, **inside}
+        self._environ |= {name: value for name, value in environment().items() if name == "PYTHONPATH"}
+        self._servers = servers = RunServers(self.path, self._environ, preload=PRELOAD)
+        self._end_servers.callback(servers.close)
+        for name, address in servers.addresses.items():
+            os.environ[name] = address
+            self._end_servers.callback(os.environ.pop, name, None)
+        self.runtime_env["py_executable"] = python(LEARNER_SERVER)
+
+    def know(self, cfg: RunConfig, backend: Backend) -> None:
+        """What engines need on that device. Its processes may not be forked: then the servers end. Does nothing before
+        `begin`."""
+        if self._servers is None:
+            return
         if backend.capabilities().forks:
-            # Without `compiled`: an import makes that directory, and the run may not begin.
-            own = {**inside, **{name: value for name, value in environment().items() if name == "PYTHONPATH"}}
-            common = {**os.environ, **cfg.device.env, **own}
-            of_engines = {name: value for name, value in _of_engines(cfg, backend).items() if name not in own}
-            variables = {name: value for name, value in of_engines.items() if common.get(name) != value}
-            server = RunServers(self.path, common, preload=PRELOAD, variables=variables)
-            self._servers.callback(server.close)
-            for name, address in server.addresses.items():
-                os.environ[name] = address
-                self._servers.callback(os.environ.pop, name, None)
-            self.runtime_env["py_executable"] = python(LEARNER_SERVER)
+            fixed = ("PYTHONPATH", *self.runtime_env["env_vars"])
+            of_engines = {name: value for name, value in _of_engines(cfg, backend).items() if name not in fixed}
+            self._servers.begin_engines(
+                {name: value for name, value in of_engines.items() if self._environ.get(name) != value}
+            )
+        else:
+            self.end_servers()
+            del self.runtime_env["py_executable"]
 
     def end_servers(self) -> None:
         """Ends all that was forked. Idempotent."""
-        self._servers.close()
+        self._end_servers.close()
+        self._servers = None
 
     def close(self) -> None:
         """Idempotent."""

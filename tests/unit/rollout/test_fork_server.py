@@ -100,8 +100,8 @@ if __name__ == "__main__":
     else:
         environ = {**os.environ, "TMPDIR": sys.argv[2], "VALUE": "of the server"}
         fork_server.OF_ENGINES = ("wave",)
-        preload, variables = ("preloaded", "numpy.random"), {"VALUE": "of engines"}
-        server = fork_server.RunServers(Path(sys.argv[2]), environ, preload=preload, variables=variables)
+        server = fork_server.RunServers(Path(sys.argv[2]), environ, preload=("preloaded", "numpy.random"))
+        server.begin_engines({"VALUE": "of engines"})
         print(json.dumps(server.addresses), flush=True)
         sys.stdin.readline()
         server.close()
@@ -310,7 +310,8 @@ import psutil, ray
 from rollout.fork_server import LEARNER_SERVER, RunServers, python
 
 if __name__ == "__main__":
-    server = RunServers(Path(sys.argv[1]), os.environ, preload=("ray", "wave"), variables={})
+    server = RunServers(Path(sys.argv[1]), os.environ, preload=("ray", "wave"))
+    server.begin_engines({})
     os.environ.update(server.addresses)
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8,
              runtime_env={"py_executable": python(LEARNER_SERVER)}, _temp_dir=sys.argv[1],

@@ -132,13 +132,13 @@ def test_actors_and_engines_of_a_cluster_are_forked_from_servers_that_live_as_lo
     seen: list[Any] = []
 
     class Server:
-        def __init__(
-            self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str], variables: Mapping[str, str]
-        ) -> None:
+        def __init__(self, folder: Path, environ: Mapping[str, str], *, preload: Sequence[str]) -> None:
             self.addresses = {scratch.ENGINE_SERVER: "7:/engines", scratch.LEARNER_SERVER: "7:/learners"}
             own = environ["TMPDIR"] == str(folder), "TORCHINDUCTOR_CACHE_DIR" in environ, environ.get("ROLE")
-            of_engines = {name: variables.get(name) for name in ("VLLM_LOGGING_LEVEL", "ROLE", "TMPDIR")}
-            seen.append((folder.parent == scratch_root, preload[0], own, of_engines))
+            seen.append((folder.parent == scratch_root, preload[0], own))
+
+        def begin_engines(self, variables: Mapping[str, str]) -> None:
+            seen.append({name: variables.get(name) for name in ("VLLM_LOGGING_LEVEL", "ROLE", "TMPDIR")})
 
         def close(self) -> None:
             seen.append("end of the servers")
@@ -169,10 +169,9 @@ def test_actors_and_engines_of_a_cluster_are_forked_from_servers_that_live_as_lo
     )
     start(backend, resource="GPU", learner={"num_ranks": 1}).stop(keep_logs_in=None)
     of_engines = {"VLLM_LOGGING_LEVEL": "WARNING", "ROLE": "engine", "TMPDIR": None}
-    begun = (True, "ray", (True, False, None), of_engines)
-    in_between = ("7:/engines", "7:/learners", True, True, 2)
-    ends = ["end of the servers", "end of Ray"]
-    assert seen == ([begun, in_between, *ends] if forks else [(None, None, False, False, 1), "end of Ray"])
+    begun, end = (True, "ray", (True, False, None)), "end of the servers"
+    with_servers = [of_engines, ("7:/engines", "7:/learners", True, True, 2), end]
+    assert seen == [begun, *(with_servers if forks else [end, (None, None, False, False, 1)]), "end of Ray"]
     assert not {scratch.ENGINE_SERVER, scratch.LEARNER_SERVER} & os.environ.keys()
 
 

@@ -68,12 +68,12 @@ def test_what_takes_long_begins_once_the_devices_are_known_and_before_the_data_i
         return read(*args)
 
     monkeypatch.setattr(preflight, "_check_inputs", check_inputs)
-    preflight.preflight(tiny(), begin=lambda backend: begun.append(backend.name))
+    preflight.preflight(tiny(), on_device=lambda backend: begun.append(backend.name))
     assert begun == ["cpu", "data"]
     begun.clear()
     too_many = ("learner.num_ranks=1", "rollout.num_workers=3", "ray.num_cpus=2")
     with pytest.raises(ConfigurationError):
-        preflight.preflight(tiny(*too_many), begin=lambda backend: begun.append(backend.name))
+        preflight.preflight(tiny(*too_many), on_device=lambda backend: begun.append(backend.name))
     assert begun == ["data"], "it would be in vain"
 
 

@@ -20,6 +20,7 @@ from trainer.driver.checkpointing import find_resume_point, origin
 from trainer.driver.datasets import DataSets
 from trainer.driver.placement import Placement
 from trainer.driver.preflight import EnginePlan, PreflightResult
+from trainer.driver.scratch import Scratch
 from trainer.driver.state import EvalMetrics, RunState
 from trainer.errors import CheckpointError, ConfigurationError
 from trainer.learner import checkpoint
@@ -273,9 +274,9 @@ class Start:
 
     def __call__(self, resume: str | Path = "auto", **sections: Any) -> int:
         cfg = config(weight_sync={"self_test": True}, checkpoint={"resume": str(resume)}, **sections)
-        return run_module.run(replace(cfg, run_dir=str(self.path)), started_at=0.0)
+        return run_module.run(replace(cfg, run_dir=str(self.path)), Scratch(), started_at=0.0)
 
-    def _preflight(self, cfg: Any, *, begin: Any) -> PreflightResult:
+    def _preflight(self, cfg: Any, *, on_device: Any) -> PreflightResult:
         unused: Any = SimpleNamespace(name="cpu", ray_resource=None)
         inputs = DataSets(train=prompt_set(), evaluation=())
         resumed = find_resume_point(cfg, self.checkpoints)

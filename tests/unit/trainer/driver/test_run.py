@@ -40,9 +40,11 @@ from tests.fakes.scripted_run import (
 from tests.fakes.virtual_time import in_virtual_time, run_virtual
 from trainer.driver import fleet as fleet_module
 from trainer.driver import run as run_module
+from trainer.driver import scratch
 from trainer.driver.checkpointing import find_resume_point
 from trainer.driver.fleet import AllEnginesLost, AllWorkersLost, Fleet
 from trainer.driver.run import SAME_SIGNAL_S, _on_signals, _say_goodbye, _summary
+from trainer.driver.scratch import Scratch
 from trainer.driver.state import EvalMetrics, RunState
 from trainer.driver.weight_updates import DedicatedDevices
 from trainer.errors import (
@@ -752,21 +754,20 @@ def test_what_is_lost_before_the_last_version_is_live_or_a_learner_at_any_time_e
     assert (run.state.stop_reason, driver.restarts) == ("failed", [])
 
 
-def test_what_began_during_the_checks_ends_with_a_run_that_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_begins_to_import_before_the_checks_ends_with_a_run_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended: list[str] = []
+    seen: list[str] = []
 
-    class Begun(run_module.Scratch):
-        def begin(self, cfg: Any, backend: Any) -> None:
-            self._end.callback(ended.append, backend)
+    class Begun(Scratch):
+        def begin(self, cfg: Any) -> None:
+            self._end.callback(seen.append, f"the end, in {cfg.trainer.total_steps} steps")
 
-    def preflight(cfg: Any, *, begin: Any) -> Any:
-        begin("cpu")
+    def refuse(*_: Any, **__: Any) -> Any:
+        seen.append("checks")
         raise DataError("no prompts")
 
-    monkeypatch.setattr(run_module, "Scratch", Begun)
-    monkeypatch.setattr(run_module, "preflight", preflight)
-    with pytest.raises(DataError):
-        run_module.run(replace(config(), run_dir=str(tmp_path / "run")), started_at=0.0)
-    assert ended == ["cpu"]
+    monkeypatch.setattr(scratch, "Scratch", Begun)
+    monkeypatch.setattr(run_module, "preflight", refuse)
+    assert main_module.main(["trainer.total_steps=7"]) == 2
+    assert seen == ["checks", "the end, in 7 steps"] and "no prompts" in capsys.readouterr().err
