@@ -99,7 +99,8 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan
         generation_full_s         None if half a step's groups never ran at once
         engines                   see `engine_rate`
         devices_change_hands_s    shared devices: engines fall asleep, the learner's memory comes and goes; otherwise 0
-        model_tflop               model operations of the learner, 10^12 (`step_flops`), of the workload's shape
+        model_tflop               model operations of the learner, 10^12 (`step_flops`), of the workload's shape, with
+                                  shared prompts as often as they are computed
         mfu                       of the learner while it computes; None if the peak of a device is not given, or with a
                                   model of the case's own
         failed_attempts, discarded_tokens    of the whole run
@@ -120,6 +121,7 @@ def figures_of(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan
         plan.work,
         num_tokens=num_tokens,
         num_loss_tokens=generated,
+        num_shared_tokens=fmean(one["learner/num_tokens"] * one.get("learner/shared_tokens_frac", 0) for one in steady),
         attention_tokens=attention_tokens(plan.work, steady[-1]["step"] * plan.work.groups_per_step),
     )
     peak = None if plan.case.has_own_model else plan.peak_tflops
@@ -207,11 +209,19 @@ def _window(records: Sequence[Record], spans: Sequence[Span], plan: BenchPlan) -
     return None if last < first or begin_s is None or end_s is None else (begin_s, end_s)
 
 
-def step_flops(work: Workload, *, num_tokens: float, num_loss_tokens: float, attention_tokens: float) -> float:
+def step_flops(
+    work: Workload,
+    *,
+    num_tokens: float,
+    num_loss_tokens: float,
+    attention_tokens: float,
+    num_shared_tokens: float = 0,
+) -> float:
     """Operations of forward and backward that the model asks for; see `ModelFlops`.
 
     Args:
         attention_tokens: sum of length^2 over sum of length, of the sequences trained.
+        num_shared_tokens: those of `num_tokens` that belong to prompts computed with another response.
     """
     shape = work.architecture()
     if shape.num_experts:
@@ -222,7 +232,8 @@ def step_flops(work: Workload, *, num_tokens: float, num_loss_tokens: float, att
         per_loss_token=TRAINED * shape.vocab * shape.hidden,
         per_squared_length=6.0 * shape.layers * shape.heads * shape.head_dim,
     )
-    squared_lengths = attention_tokens * num_tokens
+    squared_lengths = attention_tokens * num_tokens - work.prompt_tokens * num_shared_tokens
+    num_tokens -= num_shared_tokens
     return flops.of(num_tokens=num_tokens, num_loss_tokens=num_loss_tokens, squared_lengths=squared_lengths)
 
 

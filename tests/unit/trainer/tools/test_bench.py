@@ -40,7 +40,7 @@ from trainer.tools.bench_figures import (
     step_flops,
     timeline_of,
 )
-from trainer.tools.bench_workload import Case, Workload, workload
+from trainer.tools.bench_workload import Case, Workload, attention_tokens, workload
 from trainer.tools.run_records import Span
 
 if TYPE_CHECKING:
@@ -167,6 +167,10 @@ FIGURES: dict[str, tuple[Steps, BenchPlan, dict[str, Any]]] = {
     "MFU is of the learner's devices while it computes": (
         SYNC_RUN, replace(plan(num_ranks=2), peak_tflops=1e-3),
         {"mfu": figures_of(*SYNC_RUN, PLAN)["model_tflop"] / LEARN_S / 2 / 1e-3}),
+    "a prompt that responses share counts once in it": (
+        run(*IN_TURN, changes={"learner/shared_tokens_frac": 0.1}), PLAN,
+        {"model_tflop": step_flops(WORK, num_tokens=240, num_loss_tokens=200, num_shared_tokens=24,
+                                   attention_tokens=attention_tokens(WORK, 6 * WORK.groups_per_step)) / 1e12}),
     "a model of the user's has no MFU": (
         SYNC_RUN, replace(plan("model.path=/models/own"), peak_tflops=1e-3), {"mfu": None}),
 }  # fmt: skip
@@ -206,6 +210,8 @@ def test_operations_are_those_of_the_matrices_and_of_causal_attention() -> None:
     blocks, head = 2 * (4 * 64 * 64 + 3 * 64 * 128), 128 * 64
     found = step_flops(work, num_tokens=1000, num_loss_tokens=800, attention_tokens=50)
     assert found == 6 * (blocks * 1000 + head * 800 + 2 * 64 * 50 * 1000)
+    shared = step_flops(work, num_tokens=1000, num_loss_tokens=800, attention_tokens=50, num_shared_tokens=70)
+    assert found - shared == 6 * 70 * (blocks + 2 * 64 * work.prompt_tokens)
 
 
 OUTPUT = (
