@@ -1,9 +1,9 @@
 """Which engine a request goes to, and when: least loaded first, oldest group first.
 
 A group stays with one engine, because its samples share the prompt's prefix cache. A new group goes to the engine with
-the fewest outstanding tokens (prompt plus budget of what was sent and has not come back) among those with room; of
-several to the first. Requests that other rollout workers have there count like the new ones. That number is as old as
-the last view: so that workers do not all begin with the same engine, each has the engines in another order.
+the fewest outstanding tokens (prompt plus budget of what this sender has there) among those with room; of several to
+the first. Each rollout worker has the engines in another order, and what the others have does not count: that number is
+as old as the last view, and all would avoid the engine that was the last to finish, or choose it, at the same time.
 
 Requests above an engine's limit are queued here. The oldest group enters first, and no request takes room that an older
 one waits for.
@@ -69,8 +69,6 @@ class _Engine:
         """Of the requests: those of evaluations."""
         self.num_elsewhere = 0
         """Requests that other senders had there when the driver asked last."""
-        self.num_elsewhere_counts = True
-        """Whether they count when a group is routed."""
         self.limit = limit
         self.excluded: str | None = None
         """Why it gets nothing more."""
@@ -109,10 +107,6 @@ class RequestScheduler:
     Args:
         concurrency: of the requests that one engine has from this sender at once; None sends everything at once.
         total_concurrency: requests that one engine takes at once, from all senders.
-        steps_overlap: groups of a step may be in flight together with those of the step before. Where they are not, all
-            senders begin a step together, perhaps just after the driver asked what they have. Avoiding the engine that
-            was last then would overload the others, so what others had is ignored once this sender has nothing in
-            flight, until the driver tells it again while it has.
 
     Example:
         name = await scheduler.acquire("g7.0", (3, 7), tokens=4096, num_requests=8)
@@ -128,10 +122,9 @@ class RequestScheduler:
         *,
         concurrency: LimitRange | None = None,
         total_concurrency: int = 0,
-        steps_overlap: bool = True,
     ) -> None:
         self._start_limit = None if concurrency is None else AdaptiveLimit.start(concurrency)
-        self._total_concurrency, self._steps_overlap = total_concurrency, steps_overlap
+        self._total_concurrency = total_concurrency
         self._engines = {name: _Engine(self._start_limit) for name in names}
         if not self._engines:
             raise ValueError("a scheduler needs at least one engine, got none")
@@ -248,7 +241,6 @@ class RequestScheduler:
         """`name` as the driver sees it. A pinned engine gets nothing new of training; what it has continues."""
         engine = self._engine(name)
         engine.is_pinned, engine.num_elsewhere = is_pinned, num_elsewhere
-        engine.num_elsewhere_counts = self._steps_overlap or self._is_busy
         self._admit()
 
     def may_drain(self, name: str) -> bool:
@@ -355,13 +347,7 @@ class RequestScheduler:
             self.require_engine()
         if submission.group_key in self._engine_of:  # a drained engine is kept for new groups
             usable = [name for name in usable if not self._engines[name].is_drained] or usable
-
-        def load(name: str) -> int:
-            engine = self._engines[name]
-            num_elsewhere = engine.num_elsewhere if engine.num_elsewhere_counts else 0
-            return engine.outstanding_tokens + num_elsewhere * submission.tokens // num_requests
-
-        return min(usable, key=load, default=None)
+        return min(usable, key=lambda name: self._engines[name].outstanding_tokens, default=None)
 
     def _take_back(self, name: str, tokens: int, num_requests: int, *, is_reserved: bool = False) -> None:
         engine = self._engines[name]
@@ -373,13 +359,6 @@ class RequestScheduler:
         engine.outstanding_tokens -= tokens
         engine.num_requests -= num_requests
         engine.num_reserved -= num_requests * is_reserved
-        if not (self._steps_overlap or self._is_busy):
-            for one in self._engines.values():
-                one.num_elsewhere_counts = False
-
-    @property
-    def _is_busy(self) -> bool:
-        return any(engine.num_requests for engine in self._engines.values())
 
     def _engine(self, name: str) -> _Engine:
         if name not in self._engines:

@@ -81,8 +81,6 @@ class WorkerSpec:
     """In training; an evaluation measures nothing if a response failed."""
     seed: int
     """Of the run."""
-    steps_overlap: bool = True
-    """See `RequestScheduler`."""
     per_request_seed: bool = True
     """Give every request of training its own seed, so that a synchronous run repeats itself bit for bit. Costs an
     engine some speed, because it samples seeded requests one by one. Evaluations are always seeded."""
@@ -126,10 +124,7 @@ class RolloutWorker:
         self._reward_slots = reward_slots
         self._engines: dict[str, EngineClient] = {engine.name: engine for engine in engines}
         self._scheduler = RequestScheduler(
-            self._engines,
-            concurrency=spec.concurrency,
-            total_concurrency=spec.evaluation_window,
-            steps_overlap=spec.steps_overlap,
+            self._engines, concurrency=spec.concurrency, total_concurrency=spec.evaluation_window
         )
         self._evaluations: set[RequestScheduler] = set()
         self._incarnations = dict.fromkeys(self._engines, 0)

@@ -357,7 +357,6 @@ def worker_spec(cfg: RunConfig) -> WorkerSpec:
             "reward_timeout": on_failure.reward_timeout,
         },
         seed=cfg.seed,
-        steps_overlap=cfg.mode.max_staleness > 0,
         per_request_seed=cfg.mode.max_staleness == 0 if rollout.per_request_seed is None else rollout.per_request_seed,
         tokenizer_path=_tokenizer_path(cfg),
         trust_remote_code=cfg.model.trust_remote_code,

@@ -89,9 +89,12 @@ def test_the_shared_memory_of_an_engine_goes_with_it_and_no_other(is_gone: bool)
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
+    before = gc.get_threshold()
     gc.unfreeze()
+    gc.set_threshold(700, 10, 10)
     yield
     gc.freeze()
+    gc.set_threshold(*before)
 
 
 @pytest.mark.usefixtures("thawed")

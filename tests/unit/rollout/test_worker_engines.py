@@ -16,12 +16,11 @@ from rollout.fleet.scheduler import NoReplica
 from rollout.fleet.states import EngineView, FleetView
 from rollout.types import SamplingParams
 from tests.fakes.engine_client import FakeEngine, expected_answer
-from tests.fakes.local_actor import LocalActor, ServedWorker, view_of, watched
+from tests.fakes.local_actor import view_of, watched
 from tests.fakes.rollout_worker import ANSWER, Played, counting_down, generated, item, segments, worker
 from tests.fakes.virtual_time import in_virtual_time
 from tests.unit.rollout.fleet.test_scheduler import Holder
 from trainer.driver.engine_monitor import POLL_S
-from trainer.driver.fleet import Fleet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,30 +148,6 @@ async def test_an_engine_that_this_worker_lost_stays_out_until_a_new_one_takes_i
     assert busy.update(view_of(e0="live", incarnation=1), {"e0": new}).lost_engines == {}
     await busy.run_group(item(group_id=6))
     assert len(new.calls) == 1
-
-
-@pytest.mark.parametrize(("steps_overlap", "groups_of_engines"), [(True, [1, 1]), (False, [2, 0])])
-@in_virtual_time
-async def test_a_worker_sends_a_new_group_past_an_engine_that_others_fill(
-    steps_overlap: bool, groups_of_engines: list[int]
-) -> None:
-    """Both workers have the engines in the same order, and the first one has sent a group to e0. It is of an earlier
-    step, and will have ended, if steps do not overlap."""
-    engines = [FakeEngine("e0", said_load=load(), hangs=True), FakeEngine("e1", said_load=load())]
-    workers = [worker(*engines, steps_overlap=steps_overlap) for _ in range(2)]
-    fleet = Fleet(
-        {engine.name: LocalActor(engine) for engine in engines},
-        [LocalActor(ServedWorker(one)) for one in workers],
-        group_timeout_s=1e6,
-        heartbeat_timeout_s=120.0,
-    )
-    watch = asyncio.create_task(fleet.watch(needs_groups=lambda: False, needs_engines=lambda: True))
-    hanging = begin(workers[0], 0)
-    await asyncio.sleep(3 * POLL_S)
-    second = begin(workers[1], 6)
-    await asyncio.sleep(POLL_S)
-    assert [len(engine.calls) for engine in engines] == groups_of_engines
-    await end(watch, *hanging, *second)
 
 
 # Waits for room, as `timings` have them

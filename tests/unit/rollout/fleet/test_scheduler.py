@@ -30,9 +30,9 @@ class Holder:
         return scheduler.holding(name, self.group_key, may_leave=lambda: self.may_leave, leave=self.leave)
 
 
-def make(*names: str, limit: int | None = None, steps_overlap: bool = True) -> RequestScheduler:
+def make(*names: str, limit: int | None = None) -> RequestScheduler:
     bounds = None if limit is None else LimitRange(lowest=limit, highest=limit)
-    return RequestScheduler(names, concurrency=bounds, steps_overlap=steps_overlap)
+    return RequestScheduler(names, concurrency=bounds)
 
 
 def entering(scheduler: RequestScheduler, number: int, *, num: int = 1, tokens: int = 10) -> asyncio.Task[str]:
@@ -85,25 +85,6 @@ async def test_a_pinned_engine_gets_nothing_new_and_its_groups_go_elsewhere() ->
     (task,) = await waiting(scheduler, 1)
     scheduler.set_view("a")
     assert await task == "a"
-
-
-@in_virtual_time
-async def test_what_others_had_in_the_last_step_does_not_count_in_the_next_one() -> None:
-    scheduler = make("a", "b", steps_overlap=False)
-    assert await enter(scheduler, 0) == ["a"]
-    scheduler.set_view("b", num_elsewhere=9)
-    assert await enter(scheduler, 1) == ["a"]
-    scheduler.release("a", tokens=20, num_requests=2)
-    assert await enter(scheduler, 2, 3) == ["a", "b"]
-    for name in ("a", "b"):
-        leave(scheduler, name)
-    scheduler.set_view("a", num_elsewhere=9)
-    assert await enter(scheduler, 4, 5) == ["a", "b"]
-    scheduler.set_view("a", num_elsewhere=9)
-    assert await enter(scheduler, 6) == ["b"]
-    overlapping = make("a", "b")
-    overlapping.set_view("a", num_elsewhere=9)
-    assert await enter(overlapping, 0) == ["b"]
 
 
 @in_virtual_time

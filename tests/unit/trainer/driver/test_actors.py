@@ -158,8 +158,8 @@ def test_what_an_engine_is_made_of(sections: dict[str, Any], what: str, value: o
     ("sections", "values"),
     [
         # Requests are seeded where a run can repeat itself.
-        ({"mode": {"max_staleness": 0}}, {"per_request_seed": True, "steps_overlap": False}),
-        ({"mode": {"max_staleness": 1}}, {"per_request_seed": False, "steps_overlap": True}),
+        ({"mode": {"max_staleness": 0}}, {"per_request_seed": True}),
+        ({"mode": {"max_staleness": 1}}, {"per_request_seed": False}),
         ({"mode": {"max_staleness": 0}, "rollout": {"per_request_seed": False}}, {"per_request_seed": False}),
         ({"mode": {"max_staleness": 1}, "rollout": {"per_request_seed": True}}, {"per_request_seed": True}),
         # Each worker gets its share of an engine, and an evaluation what the engine takes.
