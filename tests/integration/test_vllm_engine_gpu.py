@@ -61,7 +61,8 @@ def model_dir(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def start(model_dir: Path, case: Case, **changes: Any) -> Engine:
-    on_device = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.2}
+    on_device = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": False}
+    on_device |= {"kv_cache_gib": None, "gpu_memory_utilization": 0.2}
     engine = VllmEngine(tiny_vllm.make_spec(model_dir, **on_device, **case.changes, **changes))
     await engine.start()
     return engine

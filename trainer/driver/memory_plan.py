@@ -386,7 +386,7 @@ def _computing(cfg: RunConfig, shape: ModelShape, device: Device) -> Items:
     """While this model is trained."""
     b, learner, shape = DTYPE_BYTES[cfg.model.compute_dtype], cfg.learner, _divided(cfg, shape)
     room = UNSHARDED_SHARE * device.total_bytes
-    copied = shape.num_trained_params * (b < MASTER_BYTES)
+    copied = shape.num_trained_params * (cfg.learner.master_dtype != cfg.model.compute_dtype)
     if cfg.learner.num_ranks == 1 and not cfg.learner.cpu_offload and copied * b <= room:
         unsharded, in_backward = copied, 0 if shape.num_frozen_params else shape.num_root_params
     else:

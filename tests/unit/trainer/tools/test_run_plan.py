@@ -147,6 +147,10 @@ PLANS: dict[str, tuple[Sections, dict[str, Any], dict[str, Any]]] = {
         "logits of a chunk": 6 * 441 * 152064 + 4 * TOKENS * 3584, "weights": 2 * NUM_7B, "host: reference": None}),
     "a model that is small compared with the device stays whole": (
         {}, {"device": BIG._replace(total_bytes=1000 * GIB)}, {"unsharded weights": 2 * NUM_7B}),
+    **{f"one rank computes with {what} of {master} masters": (
+        {"learner": {"num_ranks": 1, "master_dtype": master}, "rollout": {"num_replicas": 1}},
+        {"device": BIG._replace(total_bytes=1000 * GIB)}, {"unsharded weights": nbytes})
+        for what, master, nbytes in (("copies", "float32", 2 * NUM_7B), ("the tensors", "bfloat16", 0))},
     "a reference is a model in the compute dtype": (kl(), {}, {"reference": 2 * NUM_7B // 4}),
     "masters of an offloaded learner pass in pieces": (
         {"learner": {"cpu_offload": True}}, {}, {
