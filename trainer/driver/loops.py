@@ -25,12 +25,12 @@ from trainer.data.build import build_train_batch
 from trainer.driver.checkpointing import Checkpointer
 from trainer.driver.evaluation import Evaluator
 from trainer.driver.state import Phase
-from trainer.driver.step_metrics import StepMetrics, buffer_record, sync_record
+from trainer.driver.step_metrics import StepMetrics, batch_record, buffer_record, sync_record
 from trainer.driver.weight_updates import WeightUpdater
 from trainer.errors import GradientsDiverged, first_cause, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
     from rollout.buffer.rollout_buffer import RolloutBuffer
     from rollout.prompts.prompt_source import PromptSource
@@ -55,6 +55,8 @@ MIN_SCORED = 2
 REWARDS_FAILED = "rewards_failed"
 CLOCK_RESOLUTION_S = 1e-3
 """A timer may be this early."""
+SEND_S = 0.01
+"""Until the learner has its batch, about."""
 
 
 class StallTimeout(RuntimeError):
@@ -329,13 +331,16 @@ class TrainingRun:
         async def train_step() -> bool:
             trained = state.version
             with self.telemetry.tracer.span("learner", f"step {step}", tokens=batch.num_tokens):
-                result = await self.learner.train_step(batch, version=trained)
+                training = asyncio.create_task(self.learner.train_step(batch, version=trained), name="learner")
+                await asyncio.wait({training}, timeout=SEND_S)  # then the loop has nothing else to do
+                of_batch = batch_record(groups, batch, version=trained, max_staleness=self.cfg.mode.max_staleness)
+                result = await training
             _warn_of_skipped(result)
             is_new = result.is_policy_changed or self.devices.must_sync
             state.step, state.version = step + 1, trained + is_new
             self._last_steps[state.version] = step
             ended_at = asyncio.get_running_loop().time()
-            self._record = partial(self._step_record, groups, batch, result, trained, waits_s, ended_at)
+            self._record = partial(self._step_record, groups, batch, result, of_batch, trained, waits_s, ended_at)
             return is_new
 
         self._step = asyncio.create_task(train_step(), name="step")
@@ -358,6 +363,7 @@ class TrainingRun:
         groups: list[Group],
         batch: TrainBatch,
         result: StepResult,
+        of_batch: Mapping[str, object],
         trained: int,
         waits_s: tuple[float, float],
         ended_at: float,
@@ -369,6 +375,7 @@ class TrainingRun:
             "step": batch.step + 1,
             "version": state.version,
             "time_s": state.time_s,
+            **of_batch,
             **self.metrics.step_record(
                 groups,
                 batch,

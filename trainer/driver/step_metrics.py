@@ -60,7 +60,7 @@ class StepMetrics:
         wait_for_eval_s: float,
         wait_for_sync_s: float,
     ) -> dict[str, object]:
-        """Metrics of one step, without those of the queue, the buffer and the run state.
+        """Metrics of one step, without those of `batch_record`, the queue, the buffer and the run state.
 
         Args:
             version: of the policy before the step.
@@ -74,18 +74,10 @@ class StepMetrics:
         generated, self._generated_tokens = self._generated_tokens, 0
         self.lengths.trained(groups, batch, version=version, max_staleness=max_staleness)
         learner_s = max(result.seconds["step"], 1e-9)
-        num_scored = sum(t.num_generated_tokens for g in groups for t in g.trajectories if t.status != "failed")
         return {
-            **batch_stats(groups, version),
-            **token_ages(batch, version=version, max_staleness=max_staleness),
             **{name if "/" in name else f"learner/{name}": metric.mean for name, metric in result.metrics.items()},
             **{f"learner/{phase}_s": seconds for phase, seconds in result.seconds.items()},
-            "learner/num_samples": batch.num_samples,
-            "learner/num_sequences": batch.num_sequences,
-            "learner/num_micro_batches": len(batch.micro_batches[0]),
-            "learner/imbalance": 1 / batch.balance_frac,
             **({} if result.time_imbalance is None else {"learner/time_imbalance": result.time_imbalance}),
-            **_shared_tokens(batch),
             "perf/step_s": step_s,
             "perf/rollout_tokens_per_s": generated / step_s,
             "perf/train_tokens_per_s": batch.num_tokens / learner_s,
@@ -95,15 +87,25 @@ class StepMetrics:
             "time/wait_for_batch_s": wait_for_batch_s,
             "time/wait_for_eval_s": wait_for_eval_s,
             "time/wait_for_sync_s": wait_for_sync_s,
-            **{f"response/excluded/{reason}": number for reason, number in batch.excluded.items()},
-            "discarded/masked_tokens": num_scored - batch.num_loss_tokens,
             **self.lengths.record(),
         }
 
 
-def _shared_tokens(batch: TrainBatch) -> dict[str, float]:
+def batch_record(groups: Sequence[Group], batch: TrainBatch, *, version: int, max_staleness: int) -> dict[str, object]:
+    """What is known of a step before `version` is trained on these groups."""
+    num_scored = sum(t.num_generated_tokens for g in groups for t in g.trajectories if t.status != "failed")
     shared = batch.num_shared_tokens
-    return {"learner/shared_tokens_frac": shared / batch.num_tokens} if shared else {}
+    return {
+        **batch_stats(groups, version),
+        **token_ages(batch, version=version, max_staleness=max_staleness),
+        "learner/num_samples": batch.num_samples,
+        "learner/num_sequences": batch.num_sequences,
+        "learner/num_micro_batches": len(batch.micro_batches[0]),
+        "learner/imbalance": 1 / batch.balance_frac,
+        **({"learner/shared_tokens_frac": shared / batch.num_tokens} if shared else {}),
+        **{f"response/excluded/{reason}": number for reason, number in batch.excluded.items()},
+        "discarded/masked_tokens": num_scored - batch.num_loss_tokens,
+    }
 
 
 def model_flops_utilization(result: StepResult) -> dict[str, float]:

@@ -567,7 +567,9 @@ async def test_a_cancelled_run_cancels_everything_and_stays_cancelled_where_that
     with pytest.raises(asyncio.CancelledError):
         await task
     left = asyncio.all_tasks() - {asyncio.current_task()}
-    assert {one.get_name() for one in left} <= {"step"}, "the step of the learner continues: see emergency_save"
+    assert {one.get_name() for one in left} <= {"step", "learner"}, (
+        "the step of the learner continues: see emergency_save"
+    )
     await asyncio.sleep(10.0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 

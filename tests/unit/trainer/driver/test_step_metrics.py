@@ -21,6 +21,7 @@ from trainer.driver.step_metrics import (
     LengthBiasMonitor,
     QueueTimer,
     StepMetrics,
+    batch_record,
     batch_stats,
     buffer_record,
     ks_distance,
@@ -76,7 +77,8 @@ def record_of(
         metrics.count_generated(group)
     waits = {"wait_for_batch_s": 3.0, "wait_for_eval_s": 1.0, "wait_for_sync_s": 0.5}
     batch = built(groups) if batch is None else batch
-    record = metrics.step_record(groups, batch, result, version=version, max_staleness=1, **waits)
+    of_step = {"version": version, "max_staleness": 1}
+    record = batch_record(groups, batch, **of_step) | metrics.step_record(groups, batch, result, **of_step, **waits)
     check_known(record)
     return record
 
