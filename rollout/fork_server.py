@@ -172,7 +172,7 @@ class RunServers:
     def close(self) -> None:
         """Ends the servers, and what they have forked; that of learners ends a moment later."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
         os.close(self._alive_w)
 
 
@@ -186,12 +186,15 @@ def serve(fds: tuple[int, int, int], preload: Sequence[str], of_engines: Sequenc
     for name in preload:
         with contextlib.suppress(Exception):
             import_module(name)
+    nothing = os.open(os.devnull, os.O_RDONLY)
     if os.fork() == 0:
         os.close(engines)
+        os.dup2(nothing, 0)
         forkserver.main(learners, alive, [])
     else:
         os.close(learners)
         os.environ.update(json.load(sys.stdin))  # waits for `begin_engines`, or the end of the owner
+        os.dup2(nothing, 0)
         forkserver.main(engines, alive, of_engines)
 
 

@@ -1,4 +1,4 @@
-"""Processes that must not outlive their owner, nor leave behind what they have started.
+"""Processes that must not outlive their owner, nor leave behind what they have started; and their garbage collector.
 
 `fork_under_guards` is for a process that runs users' code, which may start programs; `OrphanReaper` for processes that
 a library starts; `exit_with_parent` and `kill_with_parent` for a child that starts none.
@@ -32,7 +32,7 @@ _PARENT_POLL_S = 0.5
 _SHARED_MEMORY = tuple(f"/dev/shm/{name}" for name in ("psm_", "vllm_dist_", "sem.mp-"))
 
 
-THRESHOLDS = (50_000, 20, 20)
+GC_THRESHOLDS = (50_000, 20, 20)
 """See `gc.set_threshold`. The default (700, 10, 10) scans everything each time that the objects in flight grow by a
 quarter: in a rollout worker with 10,000 trajectories that was half of all processor time, in pauses of 0.3 s of its
 event loop. Groups form no cycles, so there is little to find: tracebacks and cancelled tasks."""
@@ -45,7 +45,7 @@ def rare_collections() -> Iterator[None]:
     before, was_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*THRESHOLDS)
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         yield
     finally:

@@ -155,7 +155,7 @@ def _run(line: CommandLine, started_at: float) -> int:
         from trainer.driver.scratch import Scratch
 
         with rare_collections(), contextlib.closing(Scratch()) as scratch:
-            scratch.begin(config)  # before the heavy imports, since its processes have more of them
+            scratch.begin(config)  # before our own heavy imports: its servers have more to import
             from trainer.driver.run import run
 
             return run(config, scratch, started_at=started_at)

@@ -28,7 +28,7 @@ def cases() -> Mapping[str, Any]:
         "sync": {"seed": 2, "max_staleness": 0, "workload": CHUNKS, "eval_every": 3},
         "deaths, silence and missed commits": {"seed": 3, "death_every_s": 6.0, "restart_s": 20.0, "workload": TAIL},
         "all engines die": {"seed": 4, "death_every_s": 5.0, "all_die_frac": 0.5, "restart_s": 10.0, **TROUBLE},
-        "workers die": {"seed": 5, "worker_death_every_s": 10.0, "num_workers": 2, "max_staleness": 3},
+        "workers die": {"seed": 5, "worker_death_every_s": 7.0, "num_workers": 2, "max_staleness": 3},
         "colocated": {"seed": 6, "shares_devices": True, "num_arena_slots": 1, "eval_every": 4, "workload": TAIL},
         "colocated, deaths": {"seed": 7, "shares_devices": True, "death_every_s": 10.0, "restart_s": 5.0},
         "repacking": {"seed": 8, "repack_below": 4, "num_replicas": 5, "workload": CHUNKS, "max_staleness": 2},

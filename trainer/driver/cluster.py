@@ -126,7 +126,7 @@ class Cluster:
             stack.callback(scratch.close)
             if not scratch.is_begun:
                 scratch.begin(cfg)
-                scratch.know(cfg, backend)
+                scratch.set_device(cfg, backend)
             stack.callback(ProcessCleaner(scratch.run_id, scratch.path, last_words).close)
             if _keep_token_in(scratch.path):
                 stack.callback(os.environ.pop, TOKEN_PATH, None)

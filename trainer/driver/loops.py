@@ -11,6 +11,7 @@ Nothing flows backwards except `release`, which frees the slots of a step once i
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from functools import partial
@@ -56,7 +57,7 @@ REWARDS_FAILED = "rewards_failed"
 CLOCK_RESOLUTION_S = 1e-3
 """A timer may be this early."""
 SEND_S = 0.01
-"""Until the learner has its batch, about."""
+"""The learner has its batch by then, most likely, and what is known of the step is counted while it computes."""
 
 
 class StallTimeout(RuntimeError):
@@ -331,10 +332,11 @@ class TrainingRun:
         async def train_step() -> bool:
             trained = state.version
             with self.telemetry.tracer.span("learner", f"step {step}", tokens=batch.num_tokens):
-                training = asyncio.create_task(self.learner.train_step(batch, version=trained), name="learner")
-                await asyncio.wait({training}, timeout=SEND_S)  # then the loop has nothing else to do
-                of_batch = batch_record(groups, batch, version=trained, max_staleness=self.cfg.mode.max_staleness)
-                result = await training
+                limit = self.cfg.mode.max_staleness
+                of_batch = functools.cache(partial(batch_record, groups, batch, version=trained, max_staleness=limit))
+                early = asyncio.get_running_loop().call_later(SEND_S, of_batch)
+                result = await self.learner.train_step(batch, version=trained)
+                early.cancel()
             _warn_of_skipped(result)
             is_new = result.is_policy_changed or self.devices.must_sync
             state.step, state.version = step + 1, trained + is_new
@@ -363,7 +365,7 @@ class TrainingRun:
         groups: list[Group],
         batch: TrainBatch,
         result: StepResult,
-        of_batch: Mapping[str, object],
+        of_batch: Callable[[], Mapping[str, object]],
         trained: int,
         waits_s: tuple[float, float],
         ended_at: float,
@@ -375,7 +377,7 @@ class TrainingRun:
             "step": batch.step + 1,
             "version": state.version,
             "time_s": state.time_s,
-            **of_batch,
+            **of_batch(),
             **self.metrics.step_record(
                 groups,
                 batch,

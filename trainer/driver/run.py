@@ -71,10 +71,10 @@ def run(cfg: RunConfig, scratch: Scratch, *, started_at: float) -> int:
         started_at: Unix time of the process start.
 
     Raises:
-        ConfigurationError, DataError: nothing is started or written yet (exit code 2).
+        ConfigurationError, DataError: nothing but `scratch` is there yet (exit code 2).
         Exception: the first cause of a failure (exit code 1); everything is stopped and written by then.
     """
-    checked = preflight(cfg, on_device=partial(scratch.know, cfg))
+    checked = preflight(cfg, on_device=partial(scratch.set_device, cfg))
     console = Console(file=sys.stdout)
     state = RunState(started_at=started_at, wall_clock=time.time)
     with session.claimed_run_dir(cfg, console) as run_dir:

@@ -39,10 +39,10 @@ PRELOAD = ("ray", "trainer.learner.fit", "trainer.learner.lora", "trainer.learne
 
 class Scratch:
     """The temporary directory of a run, with the sockets of its fork servers. `begin` makes it and starts them, early,
-    since they then import for seconds; `know` tells them the device; `close` removes it and ends them."""
+    since they then import for seconds; `set_device` has engines import vLLM; `close` removes it and ends them."""
 
     def __init__(self) -> None:
-        self._end, self._end_servers = contextlib.ExitStack(), contextlib.ExitStack()
+        self._end, self._of_servers = contextlib.ExitStack(), contextlib.ExitStack()
         self._servers: RunServers | None = None
         self._environ: dict[str, str] = {}
         self.is_begun, self.run_id, self.path = False, "", Path()
@@ -67,19 +67,19 @@ class Scratch:
         self._environ = {**os.environ, **cfg.device.env, **inside}
         self._environ |= {name: value for name, value in environment().items() if name == "PYTHONPATH"}
         self._servers = servers = RunServers(self.path, self._environ, preload=PRELOAD)
-        self._end_servers.callback(servers.close)
+        self._of_servers.callback(servers.close)
         for name, address in servers.addresses.items():
             os.environ[name] = address
-            self._end_servers.callback(os.environ.pop, name, None)
+            self._of_servers.callback(os.environ.pop, name, None)
         self.runtime_env["py_executable"] = python(LEARNER_SERVER)
 
-    def know(self, cfg: RunConfig, backend: Backend) -> None:
-        """What engines need on that device. Its processes may not be forked: then the servers end. Does nothing before
-        `begin`."""
+    def set_device(self, cfg: RunConfig, backend: Backend) -> None:
+        """Ends the servers, which have not imported vLLM yet, if the processes of that device may not be forked. Does
+        nothing before `begin`."""
         if self._servers is None:
             return
         if backend.capabilities().forks:
-            fixed = ("PYTHONPATH", *self.runtime_env["env_vars"])
+            fixed = ("PYTHONPATH", *self._servers.addresses, *self.runtime_env["env_vars"])
             of_engines = {name: value for name, value in _of_engines(cfg, backend).items() if name not in fixed}
             self._servers.begin_engines(
                 {name: value for name, value in of_engines.items() if self._environ.get(name) != value}
@@ -90,7 +90,7 @@ class Scratch:
 
     def end_servers(self) -> None:
         """Ends all that was forked. Idempotent."""
-        self._end_servers.close()
+        self._of_servers.close()
         self._servers = None
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from rollout.processes import THRESHOLDS, OrphanReaper, rare_collections
+from rollout.processes import GC_THRESHOLDS, OrphanReaper, rare_collections
 from tests.fakes.process_life import is_running, wait_until
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 OWNER = """
 import subprocess, sys, time
-from rollout.processes import THRESHOLDS, OrphanReaper, rare_collections
+from rollout.processes import OrphanReaper
 gone = subprocess.Popen(["true"])
 gone.wait()
 child = subprocess.Popen(["sleep", "60"])
@@ -101,7 +101,7 @@ def thawed() -> Iterator[None]:
 def test_the_collector_is_as_before_after_the_block_even_if_that_fails() -> None:
     before = gc.get_threshold()
     with pytest.raises(ValueError, match="block"), rare_collections():
-        assert gc.get_threshold() == THRESHOLDS != before
+        assert gc.get_threshold() == GC_THRESHOLDS != before
         raise ValueError("the block")
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
     gc.freeze()
@@ -121,8 +121,8 @@ def test_a_young_cycle_is_still_found_in_the_block_and_what_existed_before_is_le
     seen = weakref.ref(old)
     with rare_collections():
         young = weakref.ref(Node())
-        kept = [[number] for number in range(2 * THRESHOLDS[0])]
-        assert young() is None and len(kept) == 2 * THRESHOLDS[0]
+        kept = [[number] for number in range(2 * GC_THRESHOLDS[0])]
+        assert young() is None and len(kept) == 2 * GC_THRESHOLDS[0]
         del old
         gc.collect()
         assert seen() is not None

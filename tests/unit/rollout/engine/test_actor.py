@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import aclosing
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,20 @@ from rollout.types import SamplingParams, TokenChunk
 from tests.fakes.scripted_engine import ScriptedEngine
 from weight_sync.device import DeviceError, get_backend
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 ENVIRONMENT = {variable.name: variable.value for variable in get_backend("cpu").process_env("engine")}
 PROMPT = np.array([1, 2], np.int32)
+
+
+@pytest.fixture(autouse=True)
+def _collector_as_before() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+    """An actor that started has changed that of its process."""
+    before = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
 
 
 async def started(**faults: object) -> tuple[EngineActor, ScriptedEngine]:

@@ -8,6 +8,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -567,9 +569,7 @@ async def test_a_cancelled_run_cancels_everything_and_stays_cancelled_where_that
     with pytest.raises(asyncio.CancelledError):
         await task
     left = asyncio.all_tasks() - {asyncio.current_task()}
-    assert {one.get_name() for one in left} <= {"step", "learner"}, (
-        "the step of the learner continues: see emergency_save"
-    )
+    assert {one.get_name() for one in left} <= {"step"}, "the step of the learner continues: see emergency_save"
     await asyncio.sleep(10.0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -773,3 +773,18 @@ def test_what_begins_to_import_before_the_checks_ends_with_a_run_that_is_refused
     monkeypatch.setattr(run_module, "preflight", refuse)
     assert main_module.main(["trainer.total_steps=7"]) == 2
     assert seen == ["checks", "the end, in 7 steps"] and "no prompts" in capsys.readouterr().err
+
+
+BEGINS = """
+import sys
+from trainer.driver.scratch import Scratch
+Scratch.begin = lambda *_: sys.exit(str({"torch", "ray", "transformers", "vllm"} & {*sys.modules}))
+from trainer.__main__ import main
+main(["device=cpu"])
+"""
+
+
+def test_it_begins_before_this_process_imports_the_same() -> None:
+    assert subprocess.run([sys.executable, "-c", BEGINS], capture_output=True, text=True).stderr.splitlines()[-1:] == [
+        "set()"
+    ]
