@@ -41,8 +41,8 @@ from tests.fakes.scripted_run import (
 )
 from tests.fakes.virtual_time import in_virtual_time, run_virtual
 from trainer.driver import fleet as fleet_module
+from trainer.driver import loops, scratch
 from trainer.driver import run as run_module
-from trainer.driver import scratch
 from trainer.driver.checkpointing import find_resume_point
 from trainer.driver.fleet import AllEnginesLost, AllWorkersLost, Fleet
 from trainer.driver.run import SAME_SIGNAL_S, _on_signals, _say_goodbye, _summary
@@ -309,6 +309,16 @@ def learner_fails(run: ScriptedRun, _patch: Any, *, error: Exception) -> None:
     run.world.script.learner_error = lambda step: error if step == 3 else None
 
 
+def metrics_fail(_run: ScriptedRun, patch: pytest.MonkeyPatch) -> None:
+    """Of step 4."""
+    count = loops.batch_record
+
+    def failing(groups: Any, batch: Any, **of_step: int) -> Any:
+        return count(groups, batch, **of_step) | {"of step 4": 1 / (batch.step - 3)}
+
+    patch.setattr(loops, "batch_record", failing)
+
+
 def publish_hangs(run: ScriptedRun, _patch: Any) -> None:
     """That of version 3."""
     publish = run.world.publish
@@ -374,6 +384,7 @@ BLOCKING: dict[str, Any] = {"checkpoint": {"every_steps": 2, "asynchronous": Fal
         ({}, {}, partial(learner_fails, error=LearnerError("rank 1 died")), {}, LearnerError, [], 3),
         ({}, {}, partial(learner_fails, error=TrainingDiverged("13 values")), {}, TrainingDiverged, [], 3),
         ({}, {}, partial(learner_fails, error=GradientsDiverged("inf")), {}, GradientsDiverged, [3], 3),
+        (FAST, {}, metrics_fail, {}, ZeroDivisionError, [4], 3),
         (FAST, {}, publish_hangs, {"after_s": 100.0}, Broken, [3], 3),
         (FAST, {}, devices_hang, {"after_s": 100.0}, Broken, [2], 2),
         (FAST, {}, disk_is_slow, {"after_s": 100.0}, Broken, [3], 3),
@@ -393,6 +404,7 @@ BLOCKING: dict[str, Any] = {"checkpoint": {"every_steps": 2, "asynchronous": Fal
         "weights are undefined after a failure of the learner",
         "weights are undefined after a divergence",
         "weights are whole after a refused step",
+        "a step that was made and could not be counted",
         "a step that waits for engines",
         "a step that waits for devices",
         "a step that waits for the disk is written once",
