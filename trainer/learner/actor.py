@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import platform
 import sys
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from logging.handlers import BufferingHandler
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 
 from rollout.fork_server import take_num_threads
-from rollout.processes import rare_collections
 from trainer.errors import CheckpointError, LearnerError
 from trainer.files import appears
 from weight_sync.errors import DeviceError
@@ -130,7 +130,6 @@ class LearnerActor:
         self._backend: Backend = make(name, cpu_threads=cfg.device.cpu_threads)
         self._store: TCPStore | None = None
         self._ready: _LearnerState | None = None
-        self._for_life = ExitStack()
 
     def node_address(self) -> Address:
         """Open the store on this node: an address that other nodes reach, and a port that is bound from now on."""
@@ -203,10 +202,11 @@ class LearnerActor:
         arena_bytes = slot_bytes * cfg.weight_sync.num_slots
         # Concurrently with the start of the engines, and not in the first step.
         fit = fit_micro_batch(learner, cfg, self._backend, arena_bytes=arena_bytes, earlier=earlier_tokens)
+        gc.collect()
+        gc.freeze()  # what is there now stays; new cycles, which may hold memory of the device, are found as before
         if cfg.mode.shares_devices:
             self._backend.release_cached()  # an engine that starts must find its share free
         self._ready = _LearnerState(fit, learner, publisher, description, published)
-        self._for_life.enter_context(rare_collections())
         end_stage("rehearsal")
         return seconds
 
@@ -299,7 +299,6 @@ class LearnerActor:
             with suppress(CheckpointError):
                 self._ready.learner.wait_saved()  # its thread may be in a collective
         self._ready = None
-        self._for_life.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
