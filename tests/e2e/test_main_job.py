@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -175,6 +176,11 @@ def test_the_run_directory_has_the_whole_story(job: TrainerProcess) -> None:
     assert "held-out accuracy" in (run_dir / "log.txt").read_text()
     assert not (run_dir / "actor_logs").exists()
     assert f"completed: {STEPS} steps" in job.text.splitlines()[-1]
+
+
+def test_the_screen_counts_time_from_the_command(job: TrainerProcess, lines: list[dict[str, Any]]) -> None:
+    ((minutes, seconds),) = re.findall(r"^step 1/.*  (\d+)m(\d+)s", job.text, re.MULTILINE)
+    assert 60 * int(minutes) + int(seconds) == pytest.approx(lines[0]["time_s"], abs=1.5)
 
 
 def test_the_exported_policy_loads_and_can_add(job: TrainerProcess) -> None:

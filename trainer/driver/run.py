@@ -86,7 +86,7 @@ def run(cfg: RunConfig, scratch: Scratch, *, started_at: float) -> int:
             state.load_state_dict(checked.resumed.state["run"])
         with (
             # Earlier records are not cut yet: see `prepare_run_dir`.
-            session.opened(cfg, run_dir, console) as sinks,
+            session.opened(cfg, run_dir, console, age_s=state.time_s) as sinks,
             _summary(cfg, state, run_dir),
         ):
             started = session.describe(device=checked.backend.name, resumed_from_step=state.resumed_from_step)

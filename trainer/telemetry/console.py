@@ -165,9 +165,15 @@ _ROOM_FOR_ECHO = 5
 
 
 class Progress:
-    """The display of one run. Its methods do not block the event loop."""
+    """The display of one run. Its methods do not block the event loop.
 
-    def __init__(self, config: RunConfig, *, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        age_s: of the run, which has checked its inputs by now.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, console: Console, age_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._metrics: dict[str, Any] = {"step": 0}
         """The latest value of each metric, by name."""
         parts = (config.task.name, config.algorithm.name, config.mode.name, f"S={config.mode.max_staleness}")
@@ -176,7 +182,7 @@ class Progress:
         console.file = cast("IO[str]", SafeStream(console.file))
         self._console = console
         self._clock = clock
-        self._started_at = clock()
+        self._started_at = clock() - age_s
         self._phase = self._ended = self._waiting_for = ""
         self._step_times: deque[tuple[float, int]] = deque(maxlen=_ETA_STEPS + 1)
         self._last_plain = float("-inf")

@@ -143,10 +143,10 @@ def claimed_run_dir(cfg: RunConfig, console: Console) -> Iterator[RunDir]:
 
 
 @contextlib.contextmanager
-def opened(cfg: RunConfig, run_dir: RunDir, console: Console) -> Iterator[Telemetry]:
-    """All sinks, until the block ends; then everything is flushed and closed."""
+def opened(cfg: RunConfig, run_dir: RunDir, console: Console, *, age_s: float = 0.0) -> Iterator[Telemetry]:
+    """All sinks of a run of that age, until the block ends; then everything is flushed and closed."""
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(contextlib.closing(Progress(cfg, console=console)))
+        progress = stack.enter_context(contextlib.closing(Progress(cfg, console=console, age_s=age_s)))
         writer = stack.enter_context(contextlib.closing(build_writer(cfg, run_dir)))
         tracer = stack.enter_context(contextlib.closing(Tracer(run_dir.trace if cfg.telemetry.trace else None)))
         gib = cfg.telemetry.max_trajectories_gib
